@@ -1,0 +1,138 @@
+"""Cross-section checks: each refuses exactly what it says, and all are reported together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vcpo_megatron.config.checks import problems
+from vcpo_megatron.config.models import RunConfig
+
+
+@pytest.fixture
+def make(model_folder: Path) -> Callable[..., RunConfig]:
+    """make(("section.key", value), ...): a configuration that runs, but for these keys."""
+
+    def build(*changes: tuple[str, Any]) -> RunConfig:
+        data: dict[str, dict[str, Any]] = {
+            "model": {"path": model_folder},
+            "train": {"steps": 10, "groups_per_step": 4, "group_size": 4},
+            "rollout": {"max_new_tokens": 8},
+            "environment": {"name": "modular_sum"},
+        }
+        for key, value in changes:
+            section, _, name = key.partition(".")
+            data.setdefault(section, {})[name] = value
+        return RunConfig.model_validate(data)
+
+    return build
+
+
+def test_a_good_configuration_has_none(make: Callable[..., RunConfig]) -> None:
+    assert problems(make()) == []
+    assert problems(make(("parallel.tensor", 2), ("parallel.pipeline", 2), ("launch.learner_ranks", 8))) == []
+
+
+GOOD_LIMITS = [
+    [("train.groups_per_step", 2), ("launch.learner_ranks", 2)],
+    [("rollout.max_running_requests", 4)],
+    [("rollout.max_new_tokens", 63)],
+    [("train.max_pack_tokens", 9)],
+    [("rollout.servers", 20)],
+    [("optimizer.warmup_steps", 9)],
+    [("algorithm.base_ess_ratio", 1e-9)],
+    [("algorithm.base_ess_ratio", "auto")],
+    [("algorithm.is_level", "none"), ("staleness.max_staleness", 0)],
+    [("algorithm.is_level", "none"), ("algorithm.allow_uncorrected", True)],
+    [("rollout.port", 5000), ("rollout.servers", 2), ("launch.master_port", 5002), ("launch.control_port", 4999)],
+    [("rollout.port", 65535)],
+]
+
+
+@pytest.mark.parametrize("changes", GOOD_LIMITS, ids=str)
+def test_values_at_the_limit_are_allowed(make: Callable[..., RunConfig], changes: list[tuple[str, Any]]) -> None:
+    assert problems(make(*changes)) == []
+
+
+BAD = [
+    ([("parallel.context", 2), ("launch.learner_ranks", 2)], "parallel.context = 2", "not supported yet"),
+    ([("parallel.expert", 2)], "parallel.expert = 2", "not supported yet"),
+    ([("parallel.expert_tensor", 2)], "parallel.expert_tensor = 2", "not supported yet"),
+    ([("parallel.virtual_pipeline", 2)], "parallel.virtual_pipeline = 2", "not supported yet"),
+    ([("parallel.sequence_parallel", True)], "parallel.sequence_parallel = true", "not supported yet"),
+    ([("parallel.tensor", 2), ("launch.learner_ranks", 3)], "launch.learner_ranks = 3", "; 2 would be"),
+    ([("parallel.tensor", 2)], "launch.learner_ranks = 1", "; 2 would be"),
+    ([("launch.learner_ranks", 5)], "train.groups_per_step = 4", "fewer than the 5 data-parallel replicas"),
+    ([("parallel.tensor", 2), ("launch.learner_ranks", 2), ("model.vocab_multiple", 3)],
+     "model.vocab_multiple = 3", "not divisible by parallel.tensor = 2"),
+    ([("parallel.tensor", 4), ("launch.learner_ranks", 4)], "parallel.tensor = 4", "does not divide the 2 key-value"),
+    ([("parallel.pipeline", 4), ("launch.learner_ranks", 4)], "parallel.pipeline = 4", "does not divide the 2 layers"),
+    ([("algorithm.is_level", "none")], 'algorithm.is_level = "none"', "allow_uncorrected = true"),
+    ([("algorithm.base_ess_ratio", 0.0)], "algorithm.base_ess_ratio = 0.0", "above 0 and at most 1"),
+    ([("algorithm.base_ess_ratio", 1.01)], "algorithm.base_ess_ratio = 1.01", "above 0 and at most 1"),
+    ([("algorithm.base_ess_ratio", "auto"), ("staleness.lag", "exact")],
+     'algorithm.base_ess_ratio = "auto"', 'needs staleness.lag = "bounded"'),
+    ([("train.group_size", 1)], "train.group_size = 1", "at least 2"),
+    ([("optimizer.warmup_steps", 10)], "optimizer.warmup_steps = 10", "below train.steps = 10"),
+    ([("optimizer.betas", (0.9, 1.0))], "optimizer.betas = [0.9, 1.0]", "below 1"),
+    ([("rollout.max_running_requests", 3)], "rollout.max_running_requests = 3", "at least 4"),
+    ([("rollout.servers", 21)], "rollout.servers = 21", "= 20 groups are in flight"),
+    ([("train.max_pack_tokens", 8)], "train.max_pack_tokens = 8", "would not fit one pack"),
+    ([("rollout.max_new_tokens", 64)], "rollout.max_new_tokens = 64", "no room for a prompt in the 64 positions"),
+    ([("rollout.engine", "replay")], 'rollout.engine = "replay"', "needs rollout.replay"),
+    ([("rollout.replay", Path("/nowhere"))], "rollout.replay = /nowhere", 'only used with rollout.engine = "replay"'),
+    ([("rollout.replay", Path("/nowhere")), ("rollout.engine", "replay")],
+     "rollout.replay = /nowhere", "no such folder"),
+    ([("rollout.replay", Path("/")), ("rollout.engine", "replay")], "rollout.replay = /", "has no rollouts.sqlite"),
+    ([("environment.data", Path("/nowhere.jsonl"))], "environment.data = /nowhere.jsonl", "no such file"),
+    ([("environment.heldout", Path("/"))], "environment.heldout = /", "not a file"),
+    ([("launch.control_port", 5000), ("launch.master_port", 5000)],
+     "launch.master_port = 5000", "also that of launch.control_port"),
+    ([("rollout.port", 5000), ("rollout.servers", 2), ("launch.master_port", 5001)],
+     "rollout.port (server 1) = 5001", "also that of launch.master_port"),
+    ([("rollout.port", 65535), ("rollout.servers", 2)], "rollout.port = 65535", "the last port would be 65536"),
+    ([("model.path", Path("/nowhere"))], "model.path = /nowhere", "no such folder"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "start", "part"), BAD, ids=[start for _, start, _ in BAD])
+def test_one_problem_is_one_line(
+    make: Callable[..., RunConfig], changes: list[tuple[str, Any]], start: str, part: str
+) -> None:
+    (problem,) = problems(make(*changes))
+    assert problem.startswith(f"{start}: ") and part in problem
+
+
+def test_tied_embeddings_need_one_stage(make: Callable[..., RunConfig], make_model: Callable[..., Path]) -> None:
+    tied = ("model.path", make_model(tie_word_embeddings=True))
+    assert problems(make(tied)) == []
+    (problem,) = problems(make(tied, ("parallel.pipeline", 2), ("launch.learner_ranks", 2)))
+    assert problem.startswith("parallel.pipeline = 2: ") and "tied embeddings" in problem
+
+
+def test_heads_and_mlp_are_checked_too(make: Callable[..., RunConfig], make_model: Callable[..., Path]) -> None:
+    odd = ("model.path", make_model(num_attention_heads=3, num_key_value_heads=1, intermediate_size=9, hidden_size=6))
+    found = problems(make(odd, ("parallel.tensor", 2), ("launch.learner_ranks", 2)))
+    assert [problem.split(" of /")[0] for problem in found[:3]] == [
+        "parallel.tensor = 2: does not divide the 3 attention heads",
+        "parallel.tensor = 2: does not divide the 1 key-value heads",
+        "parallel.tensor = 2: does not divide the 9 units of the MLP",
+    ]
+
+
+def test_a_replayed_run_directory_is_accepted(make: Callable[..., RunConfig], tmp_path: Path) -> None:
+    (tmp_path / "rollouts.sqlite").touch()
+    replay = [("rollout.engine", "replay"), ("rollout.replay", tmp_path)]
+    assert problems(make(*replay)) == []
+    # What bounds servers does not bind a run that has none.
+    assert problems(make(*replay, ("rollout.max_running_requests", 1), ("rollout.servers", 99))) == []
+
+
+def test_all_are_reported_together(make: Callable[..., RunConfig]) -> None:
+    changes = [change for changes, start, _ in BAD if start in {
+        "parallel.expert = 2", "train.group_size = 1", "optimizer.warmup_steps = 10", "model.path = /nowhere",
+        "environment.data = /nowhere.jsonl"} for change in changes]  # fmt: skip
+    assert len(problems(make(*changes))) == 5

@@ -1,0 +1,111 @@
+"""A checkpoint counts only when its manifest is there; a reader never sees half a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from vcpo_megatron.config.run_directory import MANIFEST, Manifest, RunDirectory, write_atomically
+
+
+def manifest(step: int) -> Manifest:
+    return Manifest(
+        step=step, attempt=2, version_number=step, learner={"rng": [1, 2]}, orchestrator={"cursor": 7, "x": None}
+    )
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+def save(directory: RunDirectory, step: int) -> None:
+    directory.checkpoint(step).mkdir(parents=True)
+    (directory.checkpoint(step) / "data").write_text("tensors")
+
+
+def test_paths(directory: RunDirectory, tmp_path: Path) -> None:
+    assert directory.resolved == tmp_path / "resolved.toml"
+    assert directory.metrics == tmp_path / "metrics.jsonl"
+    assert directory.store == tmp_path / "rollouts.sqlite"
+    assert directory.checkpoint(12) == tmp_path / "checkpoints" / "step_12"
+    assert directory.log("learner", 3) == tmp_path / "logs" / "learner.3.log"
+    assert directory.tensorboard == tmp_path / "tensorboard"
+
+
+def test_only_checkpoints_with_a_manifest_are_complete(directory: RunDirectory) -> None:
+    assert directory.complete_steps() == []
+    for step in (2, 10, 9):
+        save(directory, step)
+        directory.complete(step, manifest(step))
+    save(directory, 11)  # killed before the manifest
+    save(directory, 12)
+    (directory.checkpoint(12) / f".{MANIFEST}.1.tmp").write_text("{}")  # killed while it was written
+    (directory.checkpoints / "step_x").mkdir()
+    (directory.checkpoints / "step_x" / MANIFEST).write_text("{}")
+    assert directory.complete_steps() == [2, 9, 10]  # by number, not by text
+    assert (directory.checkpoints / "latest").read_text() == "step_9\n"
+
+
+def test_manifest_comes_back_as_it_was_given(directory: RunDirectory) -> None:
+    save(directory, 4)
+    directory.complete(4, manifest(4))
+    assert directory.manifest(4) == manifest(4)
+    assert json.loads((directory.checkpoint(4) / MANIFEST).read_text())["version_number"] == 4
+    save(directory, 5)
+    with pytest.raises(FileNotFoundError):
+        directory.manifest(5)
+
+
+def test_manifest_with_unknown_keys_is_refused(directory: RunDirectory) -> None:
+    save(directory, 1)
+    (directory.checkpoint(1) / MANIFEST).write_text(json.dumps({**manifest(1).model_dump(), "surprise": 1}))
+    with pytest.raises(ValidationError, match="surprise"):
+        directory.manifest(1)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [30]), (2, [20, 30]), (3, [10, 20, 30]), (9, [10, 20, 30])])
+def test_prune_keeps_the_newest_complete_ones(directory: RunDirectory, keep: int, left: list[int]) -> None:
+    for step in (10, 20, 30):
+        save(directory, step)
+        directory.complete(step, manifest(step))
+    save(directory, 40)  # being written: neither counted nor removed
+    directory.prune(keep)
+    assert directory.complete_steps() == left
+    assert [step for step in (10, 20, 30, 40) if directory.checkpoint(step).exists()] == [*left, 40]
+
+
+def test_killed_while_pruning_leaves_no_checkpoint_that_looks_complete(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20):
+        save(directory, step)
+        directory.complete(step, manifest(step))
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vcpo_megatron.config.run_directory.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        directory.prune(1)
+    assert directory.complete_steps() == [20]
+    assert (directory.checkpoint(10) / "data").exists()
+
+
+def test_write_atomically_replaces_or_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old ä\n")
+    write_atomically(path, "new\n")
+    assert path.read_text() == "new\n" and os.listdir(tmp_path) == ["file"]
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vcpo_megatron.config.run_directory.os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "torn")
+    assert path.read_text() == "new\n"

@@ -1,0 +1,24 @@
+"""A tokenizer folder for environments: the digits, "=", and whatever a test asks for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+
+@pytest.fixture
+def make_tokenizer(tmp_path: Path) -> Callable[[str], Path]:
+    """``make_tokenizer(characters)`` writes a one-token-a-character tokenizer.json and returns its folder."""
+
+    def make(characters: str = "0123456789=") -> Path:
+        vocabulary = {character: 20 - index for index, character in enumerate(characters)}  # ids are not the digits
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        return folder
+
+    return make

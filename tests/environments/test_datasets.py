@@ -1,0 +1,103 @@
+"""Files of prompts and their order."""
+
+import sys
+
+import pytest
+
+from vcpo_megatron.environments.base import EnvironmentSetupError
+from vcpo_megatron.environments.datasets import ShuffledOrder, read_rows
+
+
+def write(path, text, mode="w"):
+    with open(path, mode) as file:
+        file.write(text)
+    return path
+
+
+def problem(path, wanted=("prompt",), fields=None):
+    with pytest.raises(EnvironmentSetupError) as caught:
+        read_rows(path, wanted, fields or {})
+    (line,) = caught.value.problems
+    assert "\n" not in line
+    return line
+
+
+def test_jsonl_rows_carry_values_and_lines(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"question": "x", "other": 1}\n\n{"question": "y\u2028z"}\r\n')
+    rows = read_rows(path, ("prompt",), {"prompt": "question"})
+    assert [row.values for row in rows] == [{"prompt": "x"}, {"prompt": "y\u2028z"}]
+    assert [row.where for row in rows] == [f"{path}: line 1", f"{path}: line 3"]
+
+
+def test_parquet_rows_equal_jsonl_rows(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"question": ["x", "y"], "answer": [1, 2]}), path)
+    rows = read_rows(path, ("prompt", "answer"), {"prompt": "question"})
+    assert [row.values for row in rows] == [{"prompt": "x", "answer": 1}, {"prompt": "y", "answer": 2}]
+    assert rows[1].where == f"{path}: row 2"
+
+
+def test_parquet_problems_are_one_line(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.parquet", "not parquet")
+    pytest.importorskip("pyarrow")
+    assert f"{path}: not a readable parquet file" in problem(path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install pyarrow" in problem(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"prompt": "x"}\n{"prompt": \n', "line 2: not JSON"),
+        ('{"prompt": "x"}\n["x"]\n', "line 2: a JSON list, not an object"),
+        ('{"prompt": "x"}\n{"text": "x"}\n', "line 2: field 'prompt' is missing or null (present: 'text')"),
+        ('{"prompt": null}\n', "line 1: field 'prompt' is missing or null"),
+        ("\n\n", "the file holds no record"),
+    ],
+)
+def test_a_bad_jsonl_file_names_path_line_and_remedy(tmp_path, text, expected):
+    path = write(tmp_path / "bad.jsonl", text)
+    line = problem(path)
+    assert line.startswith(f"{path}: {expected}")
+
+
+def test_bad_paths_and_encodings(tmp_path):
+    assert "no such file" in problem(tmp_path / "none.jsonl")
+    assert "no such file" in problem(tmp_path / "none.parquet")
+    (tmp_path / "folder.jsonl").mkdir()
+    assert "no such file" in problem(tmp_path / "folder.jsonl")
+    assert "unknown format '.csv'" in problem(write(tmp_path / "a.csv", "x"))
+    assert "UTF-8" in problem(write(tmp_path / "latin.jsonl", b'{"prompt": "\xe9"}', "wb"))
+
+
+def test_a_field_the_environment_does_not_read_is_named(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"prompt": "x"}\n')
+    assert "environment.fields names 'promt'" in problem(path, fields={"promt": "question"})
+
+
+def test_every_epoch_is_a_permutation_of_its_own():
+    order = ShuffledOrder(50, seed=3)
+    epochs = [[order(epoch * 50 + position) for position in range(50)] for epoch in range(3)]
+    for epoch, visited in enumerate(epochs):
+        assert [number for number, _ in visited] == [epoch] * 50
+        assert sorted(row for _, row in visited) == list(range(50))
+    orders = [[row for _, row in visited] for visited in epochs]
+    assert orders[0] != orders[1] != orders[2] != list(range(50))
+
+
+def test_access_is_random_and_the_same_everywhere():
+    forward = [ShuffledOrder(7, seed=1)(index) for index in range(70)]
+    order = ShuffledOrder(7, seed=1)
+    assert [order(index) for index in reversed(range(70))] == forward[::-1]
+    # Literal values: a change of the order would break resuming and comparing older runs.
+    assert [row for _, row in forward[:14]] == [5, 3, 0, 4, 2, 6, 1, 5, 2, 3, 4, 1, 0, 6]
+    assert [ShuffledOrder(7, seed=2)(index) for index in range(70)] != forward
+
+
+def test_bad_sizes_and_indices_are_refused():
+    with pytest.raises(ValueError, match="not 0"):
+        ShuffledOrder(0, seed=0)
+    with pytest.raises(ValueError, match="-1"):
+        ShuffledOrder(3, seed=0)(-1)

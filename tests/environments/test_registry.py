@@ -1,0 +1,65 @@
+"""Environments by name, and what is found before a start."""
+
+import subprocess
+import sys
+
+import pytest
+
+from vcpo_megatron.config.models import EnvironmentConfig
+from vcpo_megatron.environments.base import EnvironmentSetupError
+from vcpo_megatron.environments.modular_sum import ModularSum
+from vcpo_megatron.environments.registry import make_environment, validate_environment
+
+
+def config(name="modular_sum", **values):
+    return EnvironmentConfig(name=name, **values)
+
+
+def test_a_built_in_environment_is_made_by_name(make_tokenizer):
+    environment = make_environment(config(), make_tokenizer(), 0)
+    assert isinstance(environment, ModularSum) and environment.name == "modular_sum"
+
+
+def test_a_user_environment_is_made_by_its_factory(make_tokenizer):
+    name = "vcpo_megatron.environments.modular_sum:ModularSum"
+    assert isinstance(make_environment(config(name), make_tokenizer(), 0), ModularSum)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("modular_product", "known are modular_sum"),
+        ("no_such_package.module:factory", "No module named 'no_such_package'"),
+        ("vcpo_megatron.environments.base:nothing", "nothing"),
+        ("vcpo_megatron.environments.modular_sum:NAME", "NAME is not callable"),
+        (":factory", "give 'package.module:factory'"),
+    ],
+)
+def test_an_unknown_name_is_one_clear_problem(make_tokenizer, name, expected):
+    (line,) = validate_environment(config(name), make_tokenizer(), 0, 64)
+    assert line.startswith(f"environment.name = {name!r}: ") and expected in line
+    with pytest.raises(EnvironmentSetupError):
+        make_environment(config(name), make_tokenizer(), 0)
+
+
+def test_prompt_and_answer_must_fit_the_context(make_tokenizer):
+    folder = make_tokenizer()
+    assert validate_environment(config(), folder, 0, 17) == []
+    (line,) = validate_environment(config(), folder, 0, 16)
+    assert "a prompt of 9 tokens and an answer of 8 exceed the model's context of 16" in line
+
+
+def test_all_problems_are_reported(make_tokenizer, tmp_path):
+    settings = config(options={"modulus": 0, "digitz": 1}, heldout=tmp_path / "none.jsonl")
+    lines = validate_environment(settings, make_tokenizer("012345678"), 0, 64)
+    assert len(lines) == 4
+    for word in ("modulus", "digitz", "'9', '='", "none.jsonl: no such file"):
+        assert any(word in line for line in lines), word
+
+
+def test_no_torch_is_needed():
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None; sys.modules['pyarrow'] = None\n"
+        "import vcpo_megatron.environments.registry, vcpo_megatron.rollout.agent_loop"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

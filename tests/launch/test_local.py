@@ -1,0 +1,483 @@
+"""The supervisor with small stand-ins for the roles: every way a run can end, and nothing left alive after it.
+
+Each stand-in starts two processes of its own: one in its group, and one that escapes into a session and an
+environment of its own, as the worst library would. Every pid is recorded in RUN_DIR/pids and must be gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+PATIENCE_S = 30.0
+
+#: Runs ``local.run`` in a process of its own, so that signals, kill -9 and exit codes are the real ones.
+DRIVER = """
+import json, sys
+from pathlib import Path
+from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.config.run_directory import RunDirectory
+from vcpo_megatron.launch.local import run
+
+order = json.loads(sys.argv[1])
+
+def command(process):
+    name = f"{process.role}.{process.rank}"
+    code = order["codes"].get(name, order["codes"][process.role])
+    return (sys.executable, "-S", "-c", order["preamble"] + code, name)
+
+config = RunConfig.model_validate(order["config"])
+sys.exit(run(config, RunDirectory(Path(order["directory"])), resume=order["resume"], command=command))
+"""
+
+PREAMBLE = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+name, home = sys.argv[1], Path(os.environ["VCPO_RUN_DIR"])
+(home / "pids").mkdir(exist_ok=True)
+def record(name, pid):
+    (home / "pids" / name).write_text(f"{pid}\\n")
+def wait(path, limit=60):
+    end = time.monotonic() + limit
+    while not (home / path).exists():
+        if time.monotonic() > end:
+            sys.exit(f"stand-in waited for {path}")
+        time.sleep(0.01)
+def fail(message, code=1):
+    print("vcpo: error: " + message, file=sys.stderr, flush=True)
+    os._exit(code)
+def row(**values):
+    with open(home / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(values) + "\\n")
+record(name + "-member", subprocess.Popen(["sleep", "120"]).pid)
+ESCAPE
+record(name, os.getpid())
+"""
+ESCAPE = 'record(name + "-escaped", subprocess.Popen(["sleep", "120"], start_new_session=True, env={}).pid)'
+
+#: Learner ranks that do as they should: they end when the orchestrator tells them to.
+GOOD_LEARNER = "wait('stop')"
+GOOD_ORCHESTRATOR = """
+for step in range(3):
+    row(**{"step": step, "eval/accuracy": 0.25 * step, "time/step": 0.1})
+(home / "stop").touch()
+"""
+#: Ends as asked by SIGTERM, after a checkpoint of step 2.
+STOPPABLE_ORCHESTRATOR = """
+def stop(*args):
+    folder = home / "checkpoints" / "step_2"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    (home / "stop").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+(home / "listening").touch()
+time.sleep(60)
+"""
+SLEEP = "time.sleep(60)"
+
+
+@dataclass
+class Run:
+    process: subprocess.Popen[str]
+    directory: Path
+
+    def wait(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out, err
+
+    def pid(self, name: str) -> int:
+        wait_for(lambda: (self.directory / "pids" / name).exists(), f"{name} to start")
+        return int((self.directory / "pids" / name).read_text())
+
+    def pids(self) -> dict[str, int]:
+        return {path.name: int(path.read_text()) for path in (self.directory / "pids").iterdir()}
+
+    def all_started(self) -> None:
+        for name in ("orchestrator.0", "learner.0", "learner.1"):
+            self.pid(name)
+
+    def nothing_left(self, limit_s: float = 5.0) -> None:
+        """Also members and escaped ones."""
+        wait_for(lambda: not self._alive(), f"these to be gone: {self._alive()}", limit_s)
+
+    def _alive(self) -> list[str]:
+        return [name for name, pid in self.pids().items() if not is_gone(pid)]
+
+
+def wait_for(condition, what: str, limit_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {limit_s:g} s for {what}")
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def config(**sections: dict) -> dict:
+    base: dict = {
+        "model": {"path": "/model"},
+        "train": {"steps": 3},
+        "environment": {"name": "countdown"},
+        "launch": {"learner_ranks": 2},
+        "rollout": {"servers": 2},
+    }
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    return base
+
+
+@contextlib.contextmanager
+def started(
+    directory: Path, *, resume: bool = False, escape: bool = True, sections: dict | None = None, **codes: str
+) -> Iterator[Run]:
+    """``codes``: role, or role_rank for one rank, to the code of its stand-in."""
+    codes = {"orchestrator": GOOD_ORCHESTRATOR, "learner": GOOD_LEARNER} | codes
+    order = {
+        "directory": str(directory),
+        "resume": resume,
+        "config": config(**(sections or {})),
+        "preamble": PREAMBLE.replace("ESCAPE", ESCAPE if escape else ""),
+        "codes": {name.replace("_", "."): code for name, code in codes.items()},
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, json.dumps(order)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    run = Run(process, directory)
+    try:
+        yield run
+    finally:
+        process.kill()
+        process.wait(timeout=PATIENCE_S)
+        for pid in run.pids().values() if (directory / "pids").exists() else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+# --- orderly ends -----------------------------------------------------------------------------
+
+
+def test_normal_end(tmp_path: Path) -> None:
+    with started(tmp_path / "run") as run:
+        code, out, err = run.wait()
+        assert (code, err) == (0, "")
+        assert out.splitlines()[-1] == (
+            f"done: 3 of 3 steps, last eval accuracy 0.5000; run directory: {tmp_path / 'run'}"
+        )
+        assert any(line.startswith("step 3/3  accuracy 0.5000") for line in out.splitlines())
+        run.nothing_left()
+        assert len(run.pids()) == 9
+
+
+def test_every_process_gets_its_context_and_the_torch_variables(tmp_path: Path) -> None:
+    dump = "(home / f'{name}.json').write_text(json.dumps(dict(os.environ)))\n"
+    with started(tmp_path, orchestrator=dump + "wait('learner.0.json'); wait('learner.1.json')\n" + GOOD_ORCHESTRATOR,
+                 learner=dump + GOOD_LEARNER) as run:  # fmt: skip
+        assert run.wait()[0] == 0
+    from vcpo_megatron.config.process import ProcessContext
+
+    environments = {n: json.loads((tmp_path / f"{n}.json").read_text())
+                    for n in ("orchestrator.0", "learner.0", "learner.1")}  # fmt: skip
+    contexts = {name: ProcessContext.from_environment(environment) for name, environment in environments.items()}
+    context = contexts["orchestrator.0"]
+    assert contexts["learner.0"] == contexts["learner.1"] == context
+    assert (context.run_dir, context.attempt, context.resume_step) == (tmp_path, 1, None)
+    assert len(context.token) >= 32 and len(context.server_ports) == 2
+    assert context.config().launch.learner_ranks == 2
+    ports = {int(context.control.rpartition(":")[2]), int(environments["learner.0"]["MASTER_PORT"])}
+    assert len(ports | set(context.server_ports)) == 4
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    assert [environments["learner.1"][name] for name in names[:4]] == ["1", "1", "2", "127.0.0.1"]
+    assert environments["learner.0"]["MASTER_PORT"] == environments["learner.1"]["MASTER_PORT"]
+    assert "RANK" not in environments["orchestrator.0"]
+    assert environments["learner.0"]["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
+
+
+def test_each_partition_sees_its_own_gpus() -> None:
+    from vcpo_megatron.config.models import RunConfig
+    from vcpo_megatron.launch.local import role_environment
+    from vcpo_megatron.launch.placement import plan_local
+
+    plan = plan_local(RunConfig.model_validate(config()), gpus=("4", "5", "6", "GPU-ab", "8"))
+    assert role_environment(plan.orchestrator, plan, 29500, {}) == {
+        "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "6,GPU-ab",
+    }  # fmt: skip
+    assert role_environment(plan.learners[1], plan, 29500, {"OMP_NUM_THREADS": "3"}) == {
+        "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "4,5", "RANK": "1", "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+    }  # fmt: skip
+    cpus = plan_local(RunConfig.model_validate(config()))
+    assert "CUDA_VISIBLE_DEVICES" not in role_environment(cpus.learners[0], cpus, 29500, {})
+
+
+def test_learner_that_outlives_the_orchestrator_is_killed(tmp_path: Path) -> None:
+    with started(tmp_path, learner_1=SLEEP, sections={"launch": {"timeout_s": 1.0}}) as run:
+        code, out, err = run.wait()
+        assert code == 0 and out.splitlines()[-1].startswith("done: ")
+        assert err == "vcpo: warning: learner rank 1 did not end after the orchestrator and was killed\n"
+        run.nothing_left()
+
+
+def test_learner_that_fails_in_its_teardown_is_a_warning(tmp_path: Path) -> None:
+    orchestrator = "(home / 'stop').touch()"
+    learner = "wait('stop'); time.sleep(0.5); fail('teardown')"
+    with started(tmp_path, orchestrator=orchestrator, learner_1=learner) as run:
+        code, _, err = run.wait()
+        assert code == 0 and err.startswith("vcpo: warning: learner rank 1 ended with exit code 1")
+
+
+# --- deaths -----------------------------------------------------------------------------------
+
+
+def error_line(code: int, err: str, expected_code: int = 1) -> str:
+    """The one line that a failed run puts on standard error."""
+    assert code == expected_code and err.count("\n") == 1 and err.startswith("vcpo: error: "), err
+    return err.removeprefix("vcpo: error: ").rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("orchestrator.0", "orchestrator"), ("learner.0", "learner rank 0"), ("learner.1", "learner rank 1")],
+)
+@pytest.mark.parametrize("how", ["error", "kill -9"])
+def test_a_death_ends_the_run_with_one_line(tmp_path: Path, name: str, says: str, how: str) -> None:
+    codes = {"orchestrator": SLEEP, "learner": SLEEP}
+    if how == "error":
+        codes[name.replace(".", "_")] = "wait('go'); fail('no such thing: x = 3')"
+    with started(tmp_path, **codes) as run:
+        run.all_started()
+        start = time.monotonic()
+        (tmp_path / "go").touch() if how == "error" else os.kill(run.pid(name), signal.SIGKILL)
+        code, out, err = run.wait()
+        assert time.monotonic() - start < 10
+        line = error_line(code, err)
+        log = tmp_path / "logs" / f"{name}.log"
+        if how == "error":
+            assert line == f"{says} ended with exit code 1; log: {log}; last message: no such thing: x = 3"
+        else:
+            assert line == f"{says} ended with signal SIGKILL; log: {log}"
+        assert "failed: 0 of 3 steps" in out and "--resume" in out.splitlines()[-1]
+        run.nothing_left()
+
+
+def test_configuration_refused_by_a_process_is_exit_code_2(tmp_path: Path) -> None:
+    with started(tmp_path, orchestrator="fail('environment.name: unknown', 2)", learner=SLEEP) as run:
+        code, _, err = run.wait()
+        assert "environment.name: unknown" in error_line(code, err, expected_code=2)
+
+
+@pytest.mark.parametrize("consequence", ["fail('gloo: connection closed by peer')", "os.abort()"])
+def test_the_cause_is_named_and_not_its_consequence(tmp_path: Path, consequence: str) -> None:
+    """Rank 0 notices the death of rank 1 within the same poll; the orchestrator follows."""
+    watch = "import pathlib\npeer = (home / 'pids' / 'learner.1')\nwait('pids/learner.1')\n" \
+            "stat = pathlib.Path(f'/proc/{int(peer.read_text())}/stat')\n" \
+            "while stat.exists() and stat.read_text().rpartition(')')[2].split()[0] != 'Z': pass\n"  # fmt: skip
+    with started(tmp_path, orchestrator=watch + "fail('learner rank 0 is silent')", learner_0=watch + consequence,
+                 learner_1=SLEEP) as run:  # fmt: skip
+        run.all_started()
+        time.sleep(0.3)
+        os.kill(run.pid("learner.1"), signal.SIGKILL)
+        code, _, err = run.wait()
+        assert error_line(code, err).startswith("learner rank 1 ended with signal SIGKILL; log: ")
+
+
+def test_a_kill_is_named_even_when_its_consequence_is_seen_first(tmp_path: Path) -> None:
+    """The kernel closes a killed process's sockets before it tells the parent of its end."""
+    killed = "wait('go'); time.sleep(0.3); os.kill(os.getpid(), 9)"
+    with started(tmp_path, orchestrator=SLEEP, learner_0="wait('go'); fail('gloo')", learner_1=killed) as run:
+        run.all_started()
+        (tmp_path / "go").touch()
+        code, _, err = run.wait()
+        assert error_line(code, err).startswith("learner rank 1 ended with signal SIGKILL; log: ")
+
+
+def test_of_two_errors_the_earliest_is_named(tmp_path: Path) -> None:
+    with started(tmp_path, orchestrator="wait('go'); time.sleep(0.3); fail('late')", learner=SLEEP,
+                 learner_1="wait('go'); fail('early')") as run:  # fmt: skip
+        run.all_started()
+        (tmp_path / "go").touch()
+        code, _, err = run.wait()
+        assert error_line(code, err).endswith("last message: early")
+
+
+def test_orchestrator_that_hangs_after_the_learner_ended(tmp_path: Path) -> None:
+    with started(tmp_path, orchestrator=SLEEP, learner="", sections={"launch": {"timeout_s": 1.0}}) as run:
+        code, _, err = run.wait()
+        line = error_line(code, err)
+        assert line.startswith("orchestrator did not end within 1 s (launch.timeout_s) of learner rank ")
+        run.nothing_left()
+
+
+def test_kill_9_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
+    """Children die with it; the members of their groups, which did not ask to, are killed by the guard."""
+    with started(tmp_path, escape=False, orchestrator=SLEEP, learner=SLEEP) as run:
+        run.all_started()
+        run.process.kill()
+        run.nothing_left(limit_s=10.0)
+        assert len(run.pids()) == 6
+
+
+# --- signals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_first_signal_stops_after_a_checkpoint(tmp_path: Path, signum: int, expected: int) -> None:
+    with started(tmp_path, orchestrator=STOPPABLE_ORCHESTRATOR) as run:
+        run.all_started()
+        wait_for(lambda: (tmp_path / "listening").exists(), "the orchestrator")
+        run.process.send_signal(signum)
+        code, out, err = run.wait()
+        assert (code, err) == (expected, "")
+        name = signal.Signals(signum).name
+        assert out.splitlines()[0].startswith(f"{name}: stopping after the current step")
+        assert out.splitlines()[-2:] == [
+            f"stopped by {name}: 0 of 3 steps; run directory: {tmp_path}",
+            "newest complete checkpoint: step_2; continue with: "
+            f"vcpo train {tmp_path}/resolved.toml --run-dir {tmp_path} --resume",
+        ]
+        run.nothing_left()
+
+
+def test_signal_before_the_orchestrator_listens(tmp_path: Path) -> None:
+    with started(tmp_path, orchestrator=SLEEP, learner=SLEEP) as run:
+        run.all_started()
+        run.process.terminate()
+        code, out, err = run.wait()
+        assert (code, err) == (143, "")
+        assert "no complete checkpoint; continue with" in out
+        run.nothing_left()
+
+
+def test_second_signal_ends_at_once(tmp_path: Path) -> None:
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN); (home / 'listening').touch(); time.sleep(60)"
+    with started(tmp_path, orchestrator=stubborn, learner=SLEEP) as run:
+        run.all_started()
+        wait_for(lambda: (tmp_path / "listening").exists(), "the orchestrator")
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert run.process.poll() is None  # the first one waits
+        start = time.monotonic()
+        run.process.send_signal(signal.SIGINT)
+        code, out, err = run.wait()
+        assert (code, err) == (130, "") and time.monotonic() - start < 3
+        run.nothing_left()
+
+
+def test_orchestrator_that_hangs_after_a_signal(tmp_path: Path) -> None:
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN); (home / 'listening').touch(); time.sleep(60)"
+    with started(tmp_path, orchestrator=stubborn, learner=SLEEP, sections={"launch": {"timeout_s": 1.0}}) as run:
+        run.all_started()
+        wait_for(lambda: (tmp_path / "listening").exists(), "the orchestrator")
+        run.process.terminate()
+        code, _, err = run.wait()
+        assert error_line(code, err).startswith("orchestrator did not end within 1 s (launch.timeout_s) of SIGTERM")
+        run.nothing_left()
+
+
+def test_death_while_stopping_is_still_a_failure(tmp_path: Path) -> None:
+    orchestrator = "signal.signal(signal.SIGTERM, lambda *a: (home / 'go').touch()); (home / 'listening').touch()\n" \
+                   "for _ in range(600): time.sleep(0.1)"  # fmt: skip
+    failing = "wait('go'); fail('disk full')"
+    with started(tmp_path, orchestrator=orchestrator, learner_0=SLEEP, learner_1=failing) as run:
+        run.all_started()
+        wait_for(lambda: (tmp_path / "listening").exists(), "the orchestrator")
+        run.process.terminate()
+        code, _, err = run.wait()
+        assert error_line(code, err).endswith("last message: disk full")
+
+
+# --- the run directory ------------------------------------------------------------------------
+
+
+def test_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    with started(tmp_path, orchestrator=SLEEP, learner=SLEEP) as first:
+        first.all_started()
+        with started(tmp_path, resume=True) as second:
+            code, _, err = second.wait()
+            assert error_line(code, err) == (
+                f"run directory {tmp_path} is in use by another run (pid {first.process.pid}); "
+                "stop it or choose another with --run-dir"
+            )
+        assert first.process.poll() is None
+    assert (tmp_path / "attempts").read_text() == "1\n"
+
+
+def test_directory_with_results_needs_resume(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with started(tmp_path) as run:
+        code, _, err = run.wait()
+        assert error_line(code, err) == (
+            f"run directory {tmp_path} holds a run already (metrics.jsonl); continue it with --resume or choose "
+            "another with --run-dir"
+        )
+    assert not (tmp_path / "attempts").exists()
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "step", "says"),
+    [
+        ({}, "", "no complete checkpoint yet: starting at step 0"),
+        ({2: True, 10: True, 12: False}, "10", "resuming from step_10"),
+    ],
+)
+def test_resume_takes_the_newest_complete_checkpoint(
+    tmp_path: Path, checkpoints: dict[int, bool], step: str, says: str
+) -> None:
+    (tmp_path / "attempts").write_text("4\n")
+    for number, complete in checkpoints.items():
+        folder = tmp_path / "checkpoints" / f"step_{number}"
+        folder.mkdir(parents=True)
+        (folder / ("manifest.json" if complete else "data")).write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {row}}}\n' for row in range(14)))
+    tell = "(home / 'metrics.jsonl').unlink()\n(home / 'told').write_text(os.environ['VCPO_RESUME_STEP'] + ' ' + os.environ['VCPO_ATTEMPT'])\n"
+    with started(tmp_path, resume=True, orchestrator=tell + GOOD_ORCHESTRATOR) as run:
+        code, out, err = run.wait()
+        assert (code, err) == (0, "") and out.splitlines()[0] == f"{tmp_path}: {says}"
+        assert "step 14/" not in out  # a row of the attempt before, which the orchestrator cuts off
+    assert (tmp_path / "told").read_text() == f"{step} 5"
+
+
+def test_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with started(tmp_path / "file" / "run") as run:
+        code, _, err = run.wait()
+        assert error_line(code, err) == (
+            f"run directory {tmp_path}/file/run cannot be written: Not a directory; choose another with --run-dir"
+        )
+
+
+@pytest.mark.parametrize(
+    ("key", "offset"), [("rollout.port", 1), ("launch.control_port", 0), ("launch.master_port", 0)]
+)
+def test_port_in_use_is_named_with_its_key(tmp_path: Path, key: str, offset: int) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        section, _, name = key.partition(".")
+        with started(tmp_path, sections={section: {name: port - offset}}) as run:
+            code, _, err = run.wait()
+        assert error_line(code, err) == f"port {port} ({key}) is in use; free it or set {key}"
+    assert not (tmp_path / "attempts").exists()

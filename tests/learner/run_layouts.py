@@ -1,0 +1,80 @@
+"""Executed on every rank of a test world: one step in each of several layouts, one after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.learner import platform
+from vcpo_megatron.types import Batch, PolicyVersion
+
+
+def one_step_each(cases: list[tuple[RunConfig, list[Batch]]]) -> list[dict[str, Any]]:
+    """For each case: results of the steps, gradients of the last one and parameters after it (HF names)."""
+    platform.prepare()
+    from megatron.core import parallel_state
+
+    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.step import VcpoStep
+    from vcpo_megatron.learner.training import build_trainable
+    from vcpo_megatron.learner.weights import WeightGatherer
+
+    outcomes = []
+    for config, batches in cases:
+        parallel = initialize(config)
+        trainable = build_trainable(config, parallel, load=True)
+        step, gatherer = VcpoStep(config, parallel, trainable), WeightGatherer(trainable, parallel)
+        results, gradients = [], {}
+        optimizer_step = trainable.optimizer.step
+
+        def watched(optimizer_step=optimizer_step, gatherer=gatherer, gradients=gradients):  # noqa: ANN001, ANN202
+            gradients.update({k: v.clone() for k, v in gatherer.gather(lambda parameter: parameter.main_grad)})
+            return optimizer_step()
+
+        trainable.optimizer.step = watched
+        for batch in batches:
+            results.append(step.run(batch, PolicyVersion(1, batch.step + 1)))
+        parameters = {k: v.clone() for k, v in gatherer.gather()}
+        accumulators = torch.tensor([step.accumulators], dtype=torch.float64)
+        outcomes.append(
+            {"results": results, "gradients": gradients, "parameters": parameters, "accumulators": accumulators}
+        )
+        parallel_state.destroy_model_parallel()
+    return outcomes
+
+
+def save_and_continue(config: RunConfig, batches: list[Batch], run_dir: str) -> dict[str, Any]:
+    """Step on the first batch, save, step on the second: what a resumed run must repeat."""
+    return _continue(config, batches, run_dir, resume=False)
+
+
+def load_and_continue(config: RunConfig, batches: list[Batch], run_dir: str) -> dict[str, Any]:
+    """Load what ``save_and_continue`` saved, in whatever layout, and step on the second batch."""
+    return _continue(config, batches, run_dir, resume=True)
+
+
+def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: bool) -> dict[str, Any]:
+    platform.prepare()
+    from pathlib import Path
+
+    from vcpo_megatron.config.run_directory import RunDirectory
+    from vcpo_megatron.learner.checkpoint import Checkpoints
+    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.step import VcpoStep
+    from vcpo_megatron.learner.training import build_trainable
+    from vcpo_megatron.learner.weights import WeightGatherer
+
+    parallel = initialize(config)
+    trainable = build_trainable(config, parallel, load=not resume)
+    step = VcpoStep(config, parallel, trainable)
+    checkpoints = Checkpoints(config, RunDirectory(Path(run_dir)), parallel, trainable)
+    if resume:
+        step.ess_state = checkpoints.load(1)
+    else:
+        step.run(batches[0], PolicyVersion(1, 1))
+        checkpoints.save(1, PolicyVersion(1, 1), step.ess_state, {"cursor": 5})
+    result = step.run(batches[1], PolicyVersion(2 if resume else 1, 2))
+    parameters = {k: v.clone() for k, v in WeightGatherer(trainable, parallel).gather()}
+    return {"result": result, "parameters": parameters, "steps": trainable.schedule.num_steps}

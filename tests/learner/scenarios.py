@@ -1,0 +1,147 @@
+"""What every layout must reproduce: a tiny random model, a batch, and an independent fp64 oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.types import Batch, Group, PolicyVersion, Trajectory, Turn, VersionSpan
+
+VOCABULARY = 30
+_CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+
+
+def make_model_folder(folder: Path, family: str = "qwen2", *, tied: bool = False, layers: int = 4) -> Path:
+    """A random model whose norms and biases are far from their usual 1 and 0."""
+    torch.manual_seed(7)
+    config = _CONFIGS[family](
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.normal_(0.6, 0.3)
+        else:
+            parameter.data.normal_(0.0, 0.25)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_config(model: Path, ranks: int, **sections: dict[str, Any]) -> RunConfig:
+    """A run on ``model``; ``sections`` override single keys."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": model, "vocab_multiple": 8},
+        "train": {"steps": 10, "groups_per_step": 4, "group_size": 4, "max_pack_tokens": 40},
+        "rollout": {"max_new_tokens": 16, "temperature": 0.9},
+        "environment": {"name": "none"},
+        "launch": {"learner_ranks": ranks, "timeout_s": 60},
+        "optimizer": {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0},
+    }
+    for section, values in sections.items():
+        base[section] = {**base.get(section, {}), **values}
+    return RunConfig.model_validate(base)
+
+
+def make_batch(model: Path, step: int = 0, *, spread: float = 0.4, shift: float = 0.0, temperature: float = 0.9) -> Batch:
+    """4 groups of 4 with lengths of 3 to 30 tokens, one group without variance, observation tokens in some.
+
+    Behaviour log-probs are the model's own plus noise, so that weights are moderate; ``shift`` moves
+    every log ratio of group 1 by that much (far off-policy).
+    """
+    generator = np.random.default_rng(step)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    groups = []
+    for g in range(4):
+        members = []
+        for s in range(4):
+            prompt, answer = int(generator.integers(2, 8)), int(generator.integers(1, 23))
+            tokens = generator.integers(0, VOCABULARY, prompt + answer).astype(np.int32)
+            mask = np.arange(prompt + answer) >= prompt
+            if answer > 6:
+                mask[prompt + 3 : prompt + 5] = False  # a tool's output
+            with torch.no_grad():
+                logits = policy(torch.tensor(tokens[None].astype(np.int64))).logits[0] / temperature
+            own = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(tokens[1:, None].astype(np.int64)))[:, 0]
+            behavior = np.zeros(prompt + answer)
+            behavior[1:] = own.numpy() + generator.normal(0, spread, prompt + answer - 1) / np.sqrt(answer)
+            if g == 1:
+                behavior[int(mask.nonzero()[0][0])] -= shift
+            behavior[~mask] = 0.0
+            turn = Turn(prompt, prompt + answer, "length", (VersionSpan(prompt, prompt + answer, PolicyVersion(1, 0)),))
+            reward = 1.0 if g == 2 else float(generator.normal())
+            members.append(
+                Trajectory(g, s, f"p{g}", prompt, tokens, mask, behavior.astype(np.float32), (turn,), reward)
+            )
+        groups.append(Group(g, f"p{g}", tuple(members)))
+    return Batch(step, tuple(groups))
+
+
+@dataclass
+class Oracle:
+    """One step of the method, from materialised per-trajectory gradients in fp64."""
+
+    loss: float
+    log_ratios: torch.Tensor
+    norms: torch.Tensor
+    baselines: torch.Tensor
+    ess: float
+    learning_rate: float
+    total_norm: float
+    gradients: dict[str, torch.Tensor]  # of what is minimised
+    parameters: dict[str, torch.Tensor]  # after the step
+
+
+def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
+    """The method in plain formulas on transformers' own model; shares no code with the learner."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
+    names = {n: p for n, p in model.named_parameters()}
+    rows = [(g, t) for g, group in enumerate(batch.groups) for t in group.trajectories]
+    n = len(rows)
+    l, grads, scaled = [], [], []
+    for _, t in rows:
+        ids = torch.tensor(t.tokens[None].astype(np.int64))
+        logp = torch.log_softmax(model(ids).logits[0] / config.rollout.temperature, -1)[:-1]
+        logp = logp.gather(1, ids[0, 1:, None])[:, 0]
+        mask = torch.tensor(t.loss_mask[1:])
+        l.append((logp[mask] - torch.tensor(t.behavior_logprobs[1:]).double()[mask]).sum().item())
+        mean = logp[mask].sum() / mask.sum() / n
+        scaled.append(mean.item())
+        grads.append(torch.autograd.grad(mean, list(names.values())))
+    log_ratios = torch.tensor(l, dtype=torch.float64)
+    norms = torch.tensor([sum((g**2).sum() for g in gs).sqrt() for gs in grads])
+    weights = torch.exp(log_ratios.clamp(max=np.log(config.algorithm.is_threshold)))
+    total = {name: torch.zeros_like(p) for name, p in names.items()}
+    baselines, loss = torch.zeros(n, dtype=torch.float64), 0.0
+    for g in range(len(batch.groups)):
+        index = [i for i, (group, _) in enumerate(rows) if group == g]
+        rewards = torch.tensor([rows[i][1].reward for i in index], dtype=torch.float64)
+        if rewards.max() == rewards.min():
+            baselines[index] = rewards[0]
+            continue
+        u = log_ratios[index]
+        p = torch.softmax(2 * u + 2 * norms[index].log(), 0)
+        b = float((p * rewards).sum()) if config.algorithm.baseline == "opob" else float(rewards.mean())
+        baselines[index] = b
+        for i, reward in zip(index, rewards.tolist(), strict=True):
+            advantage = (reward - b) / rewards.std(correction=0).item()
+            loss -= advantage * weights[i].item() * scaled[i]
+            for name, gradient in zip(names, grads[i], strict=True):
+                total[name] -= advantage * weights[i] * gradient
+    shifted = torch.exp(log_ratios - log_ratios.max())
+    ess = float(shifted.sum() ** 2 / (shifted**2).sum()) / n
+    rate = config.optimizer.lr * min(1.0, ess / config.algorithm.base_ess_ratio) ** 0.5
+    norm = float(torch.stack([(g**2).sum() for g in total.values()]).sum().sqrt())
+    after = {}
+    for name, parameter in names.items():
+        g = total[name] * min(1.0, config.optimizer.clip_grad / (norm + 1e-6))
+        decay = config.optimizer.weight_decay if parameter.dim() > 1 else 0.0
+        moved = parameter.detach() * (1 - rate * decay)
+        after[name] = moved - rate * g / (g.abs() + config.optimizer.eps)  # Adam's first step
+    return Oracle(loss, log_ratios, norms, baselines, ess, rate, norm, total, after)

@@ -1,0 +1,95 @@
+"""The line says what the last row says; a file gets few lines, a terminal one."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+
+from vcpo_megatron.observability import progress as module
+from vcpo_megatron.observability.progress import Progress
+
+ROW = {
+    "step": 11, "eval/accuracy": 0.53125, "reward/mean": 0.5, "ess/ratio": 0.874, "ess/lr_scale": 0.9349,
+    "staleness/mean": 2.06, "staleness/max": 4.0, "tokens/trained": 3000.0, "time/step": 2.5,
+}  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_line() -> None:
+    progress = Progress(40, stream=io.StringIO())
+    assert progress.line() == "starting"
+    progress.show(ROW)
+    assert progress.line() == (
+        "step 12/40  accuracy 0.5312  reward 0.500  ESS 0.87  lr x0.93  staleness 2.1 (max 4)  1200 tokens/s  1:10 left"
+    )
+
+
+def test_values_that_a_row_lacks_are_kept_and_nan_shows_nothing_new() -> None:
+    progress = Progress(40, stream=io.StringIO())
+    progress.show({"step": 0, "eval/accuracy": 0.25, "ess/ratio": math.nan})
+    progress.show({"step": 1, "reward/mean": 0.125, "eval/accuracy": math.nan})
+    assert progress.line() == "step 2/40  accuracy 0.2500  reward 0.125"
+
+
+def test_speed_and_time_left_are_averages_over_the_last_steps() -> None:
+    progress = Progress(100, stream=io.StringIO())
+    progress.show({"step": 0, "time/step": 500.0, "tokens/trained": 1.0})  # slow start, out of the window later
+    for step in range(1, 21):
+        progress.show({"step": step, "time/step": 50.0 if step % 2 else 150.0, "tokens/trained": 1000.0})
+    assert progress.line() == "step 21/100  10 tokens/s  2:11:40 left"  # 79 steps of 100 s
+
+
+def test_rows_of_earlier_attempts_give_values_but_no_lines_and_no_speed() -> None:
+    stream = io.StringIO()
+    progress = Progress(40, first_step=10, stream=stream)
+    for step in range(10):
+        progress.show({"step": step, "eval/accuracy": 0.5, "time/step": 1000.0, "tokens/trained": 1.0})
+    assert stream.getvalue() == ""
+    progress.show({"step": 10, "time/step": 1.0, "tokens/trained": 7.0})
+    assert stream.getvalue() == "step 11/40  accuracy 0.5000  7 tokens/s  0:29 left\n"
+
+
+def test_plain_lines_are_rare_but_hold_the_first_and_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    progress = Progress(30, stream=stream)
+    for step in range(30):
+        progress.show({"step": step})
+        now[0] += 1.0
+    progress.close()
+    assert stream.getvalue().splitlines() == ["step 1/30", "step 11/30", "step 21/30", "step 30/30"]
+
+
+def test_messages_are_printed_as_they_are() -> None:
+    stream = io.StringIO()
+    Progress(30, stream=stream).say("[bold] /a/path " + "x" * 300)
+    assert stream.getvalue() == "[bold] /a/path " + "x" * 300 + "\n"
+
+
+def test_a_terminal_gets_one_line_that_is_rewritten() -> None:
+    stream = Terminal()
+    progress = Progress(30, stream=stream)
+    for step in range(3):
+        progress.show({"step": step})
+    progress.say("SIGTERM: stopping")
+    progress.close()
+    text = stream.getvalue()
+    assert "SIGTERM: stopping" in text and text.count("\n") <= 4
+    assert "\r" in text or "\x1b[2K" in text
+    assert text.endswith("\x1b[?25h")  # the cursor is back
+    progress.close()  # once more is harmless

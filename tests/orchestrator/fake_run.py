@@ -1,0 +1,416 @@
+"""In-process stand-ins for everything around the orchestrator: learner, servers, processes, environment; no torch.
+
+The learner speaks through the real control socket from a thread of its own; the servers are objects with the
+client's methods that hold a version and check the update protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.config.process import ProcessContext
+from vcpo_megatron.config.run_directory import Manifest, RunDirectory
+from vcpo_megatron.environments.base import Example, Observation, Outcome
+from vcpo_megatron.observability.sinks import JsonlSink
+from vcpo_megatron.orchestrator.loop import Controller, Parts
+from vcpo_megatron.orchestrator.replay import open_recorded, recorded_steps
+from vcpo_megatron.rollout.client import ServerError, ServerUnavailable
+from vcpo_megatron.rollout.fleet import Changes, Fleet, FleetOptions, Server
+from vcpo_megatron.rollout.protocol import GenerateResult, SamplingParams, Span
+from vcpo_megatron.transport.control import (
+    BatchReady,
+    Checkpoint,
+    CheckpointDone,
+    ControlClient,
+    ControlServer,
+    Error,
+    Heartbeat,
+    Hello,
+    Probe,
+    ProbeResult,
+    StepDone,
+    Stop,
+    SyncDone,
+    WeightsReady,
+)
+from vcpo_megatron.types import Batch, PolicyVersion, StepResult, TrajectoryResult
+
+VOCABULARY = 50
+CONTEXT = 64
+URL = "http://fake"
+
+
+def config(**sections: dict[str, Any]) -> RunConfig:
+    """A small run; ``sections`` override keys of a section."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": "/nowhere"},
+        "train": {"steps": 6, "groups_per_step": 2, "group_size": 2, "eval_every": 0},
+        "rollout": {"max_new_tokens": 8, "max_running_requests": 64, "start_timeout_s": 5.0, "sync_timeout_s": 3.0},
+        "environment": {"name": "fake"},
+        "staleness": {"max_staleness": 1, "wait_s": 20.0},
+        "checkpoint": {"every": 0},
+        "launch": {"timeout_s": 5.0},
+        "observability": {"tensorboard": False, "watchdog_s": 5.0},
+    }
+    for name, values in sections.items():
+        base.setdefault(name, {}).update(values)
+    return RunConfig.model_validate(base)
+
+
+# --- environment ------------------------------------------------------------------------------
+
+
+class FakeEpisode:
+    def __init__(self, environment: FakeEnvironment, example: Example) -> None:
+        self._environment, self._example = environment, example
+        self._turn = 0
+
+    async def reset(self) -> Observation:
+        return Observation((1 + self._example.data["index"] % 40, 2))
+
+    async def step(self, action: Any) -> Observation | Outcome:
+        self._turn += 1
+        if self._environment.fails(self._example):
+            raise ValueError("the judge is down")
+        await asyncio.sleep(self._environment.delay_s(self._example))
+        if self._turn < self._environment.turns and action.token_ids:
+            return Observation((3,))
+        return Outcome(float(sum(action.token_ids) % 2))
+
+    async def close(self) -> None:
+        self._environment.closed += 1
+
+
+@dataclass
+class FakeEnvironment:
+    turns: int = 1
+    fails: Callable[[Example], bool] = lambda example: False
+    delay_s: Callable[[Example], float] = lambda example: 0.0
+    heldout_prompts: int = 3
+    name: str = "fake"
+    fingerprint: str = "f"
+    sampling: dict[str, Any] = field(default_factory=lambda: {"ignore_eos": True, "max_new_tokens": 4})
+    max_prompt_tokens: int = 2
+    closed: int = 0
+
+    def train_example(self, index: int) -> Example:
+        return Example(f"train-{index}", {"index": index})
+
+    def heldout(self) -> Sequence[Example]:
+        return [Example(f"heldout-{i}", {"index": 1000 + i}) for i in range(self.heldout_prompts)]
+
+    def episode(self, example: Example) -> FakeEpisode:
+        return FakeEpisode(self, example)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+# --- servers ----------------------------------------------------------------------------------
+
+
+class FakeProcess:
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+
+class FakeClient:
+    """A server and its client in one. ``events`` records what it was asked, in order."""
+
+    def __init__(self, index: int = 0, *, latency_s: float = 0.002) -> None:
+        self.base_url = URL
+        self.index = index
+        self.latency_s = latency_s
+        self.process: FakeProcess | None = None
+        self.refuses: Callable[[str], bool] = lambda version: False
+        self.score_offset = 0.0
+        self.events: list[str] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.version: str | None = None
+        self.paused = False
+        self.session: list[str] | None = None
+        self.resumed = asyncio.Event()
+        self.resumed.set()
+
+    def _alive(self) -> None:
+        if self.process is None or self.process.code is not None:
+            raise ServerUnavailable(URL, "/x", "connection refused")
+
+    async def ready(self) -> bool:
+        return self.process is not None and self.process.code is None
+
+    async def close(self) -> None:
+        self.events.append("close")
+
+    async def pause(self, mode: str) -> None:
+        self._alive()
+        self.paused = True
+        self.resumed.clear()
+
+    async def resume(self) -> None:
+        self._alive()
+        self.paused = False
+        self.resumed.set()
+
+    async def begin_weight_update(self) -> None:
+        self._alive()
+        if not self.paused or self.session is not None:
+            raise ServerError(URL, "/begin_weight_update", 400, "not paused, or a session is open")
+        self.session = []
+
+    async def update_weights_from_tensor(self, bucket: bytes, version: str, flush_cache: bool = False) -> None:
+        self._alive()
+        assert not flush_cache
+        await asyncio.sleep(self.latency_s)
+        if self.session is None:
+            raise ServerError(URL, "/update_weights_from_tensor", 400, "no session")
+        if self.refuses(version):
+            raise ServerError(URL, "/update_weights_from_tensor", 400, "shape mismatch")
+        self.session.append(bucket.decode())
+
+    async def end_weight_update(self) -> None:
+        self._alive()
+        session, self.session = self.session, None
+        if session == ["a" + session[0][1:], "b" + session[0][1:]] if session else False:
+            self.version = session[0][1:]
+            self.events.append(f"loaded {self.version}")
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        self._alive()
+        return [-float(token) / 10 + self.score_offset for token in tokens[1:]]
+
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, rid: str) -> GenerateResult:
+        self._alive()
+        assert self.version is not None, f"request {rid} before any weights"
+        process, first = self.process, self.version
+        self.events.append(f"generate {rid} by {first}")
+        await self.resumed.wait()
+        await asyncio.sleep(self.latency_s)
+        await self.resumed.wait()
+        if self.process is not process:
+            raise ServerUnavailable(URL, "/generate", "connection reset")
+        self._alive()
+        return answer(input_ids, sampling, rid, first, self.version)
+
+    async def generate_batch(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], rids: Sequence[str] | None = None
+    ) -> list[GenerateResult]:
+        assert rids is not None
+        self.events.append(f"batch of {len(prompts)} by {self.version}")
+        return list(await asyncio.gather(*(self.generate(*row) for row in zip(prompts, samplings, rids, strict=True))))
+
+
+def answer(input_ids: Sequence[int], sampling: SamplingParams, rid: str, first: str, last: str | None) -> GenerateResult:
+    """Tokens that depend on the seed, or without one on the request id; half by each version when they differ."""
+    key = rid if sampling.sampling_seed is None else str(sampling.sampling_seed)
+    digest = hashlib.sha256(f"{list(input_ids)} {key} {last}".encode()).digest()
+    count = min(sampling.max_new_tokens, 4)
+    tokens = tuple(3 + byte % 40 for byte in digest[:count])
+    if last == first or count < 2:
+        spans: tuple[Span, ...] = (Span(0, count, first),)
+    else:
+        spans = (Span(0, count // 2, first), Span(count // 2, count, str(last)))
+    return GenerateResult(tokens, tuple(-1.0 - byte / 512 for byte in digest[:count]), spans, "length")
+
+
+def fake_fleet(cfg: RunConfig, changes: Changes, clients: Sequence[FakeClient], run_dir: Path) -> Fleet:
+    def launch(index: int) -> FakeProcess:
+        client = clients[index]
+        client.process = FakeProcess()
+        client.reset()
+        client.events.append("start")
+        return client.process
+
+    def stop(process: Any) -> int:
+        process.code = -15 if process.code is None else process.code
+        return process.code
+
+    servers = [Server(i, client, run_dir / "logs" / f"server.{i}.log") for i, client in enumerate(clients)]  # type: ignore[arg-type]
+    options = FleetOptions(
+        capacity=cfg.rollout.max_running_requests,
+        max_restarts=cfg.rollout.max_restarts,
+        start_timeout_s=cfg.rollout.start_timeout_s,
+        takeover_timeout_s=5.0,
+    )
+    return Fleet(servers, options, launch=launch, stop=stop, changes=changes)
+
+
+# --- learner ----------------------------------------------------------------------------------
+
+
+def weights(version: PolicyVersion) -> WeightsReady:
+    return WeightsReady(version, (f"a{version}".encode(), f"b{version}".encode()))
+
+
+class FakeLearner(threading.Thread):
+    """Learner rank 0. ``batches`` is what it trained on. ``at_step(step)`` is called in its thread before a step."""
+
+    def __init__(self, context: ProcessContext, *, step_s: float = 0.0) -> None:
+        super().__init__(daemon=True)
+        self._context = context
+        self.step_s = step_s
+        self.version = PolicyVersion(context.attempt, context.resume_step or 0)
+        self.batches: list[Batch] = []
+        self.checkpoints: list[int] = []
+        self.stopped: str | None = None
+        self.errors: list[str] = []
+        self.at_step: Callable[[int], None] = lambda step: None
+        self.error_at: int | None = None
+        self.silent_at: int | None = None
+        self.skips: set[int] = set()
+        self.sends_weights = True
+        self._synced = True
+
+    def run(self) -> None:
+        client = ControlClient(self._context.control)
+        try:
+            client.send(Hello(self._context.token, self.version, 1))
+            self._weights(client)
+            deadline = time.monotonic() + 60
+            while self.stopped is None and not self.errors and time.monotonic() < deadline:
+                message = client.receive(0.05)
+                if message is not None:
+                    self._handle(client, message)
+        finally:
+            client.close()
+
+    def _weights(self, client: ControlClient) -> None:
+        assert self._synced, "SyncDone comes before the next WeightsReady"
+        self._synced = False
+        if self.sends_weights:
+            client.send(weights(self.version))
+
+    def _handle(self, client: ControlClient, message: Any) -> None:
+        match message:
+            case SyncDone():
+                self._synced = True
+            case Probe():
+                client.send(ProbeResult((-message.tokens[1:] / 10).astype(np.float32)))
+            case BatchReady():
+                self._step(client, message.batch)
+            case Checkpoint():
+                self._checkpoint(client, message)
+            case Stop():
+                self.stopped = message.reason
+            case Error():
+                self.errors.append(message.message)
+
+    def _step(self, client: ControlClient, batch: Batch) -> None:
+        self.at_step(batch.step)
+        if batch.step == self.error_at:
+            client.send(Error("learner rank 0", "CUDA out of memory"))
+            return
+        if batch.step == self.silent_at:
+            return
+        while not self._synced:  # the learner may not send newer weights before
+            if (message := client.receive(5.0)) is None:
+                return
+            self._handle(client, message)
+        client.send(Heartbeat("learner", f"step {batch.step}"))
+        time.sleep(self.step_s)
+        assert batch.step == self.version.number, (batch.step, self.version)
+        self.batches.append(batch)
+        self.version = PolicyVersion(self.version.attempt, batch.step + 1)
+        results = tuple(
+            TrajectoryResult(t.group_id, t.sample_index, 0.0, 1.0, 1.0, 0.0) for g in batch.groups for t in g.trajectories
+        )
+        skipped = "non-finite step" if batch.step in self.skips else ""
+        metrics = {"loss": 0.5, "ess/ratio": 1.0, "time/forward_backward": 0.1}
+        client.send(StepDone(StepResult(batch.step, self.version, skipped, metrics, results)))
+        self._weights(client)
+
+    def _checkpoint(self, client: ControlClient, message: Checkpoint) -> None:
+        assert message.step == self.version.number
+        directory = self._context.directory
+        directory.checkpoint(message.step).mkdir(parents=True, exist_ok=True)
+        manifest = Manifest(step=message.step, attempt=self.version.attempt, version_number=message.step, learner={},
+                            orchestrator=message.state)  # fmt: skip
+        directory.complete(message.step, manifest)
+        self.checkpoints.append(message.step)
+        client.send(CheckpointDone(message.step, 0.1))
+
+
+# --- a whole run ------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@dataclass
+class FakeRun:
+    """One attempt of a run in ``run_dir``; change its parts before ``run``."""
+
+    run_dir: Path
+    config: RunConfig
+    attempt: int = 1
+    resume_step: int | None = None
+    environment: FakeEnvironment = field(default_factory=FakeEnvironment)
+    servers: int = 1
+    during: Callable[[FakeRun, Controller], Any] | None = None
+    setup: Callable[[FakeRun], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.context = ProcessContext(
+            run_dir=self.run_dir, attempt=self.attempt, resume_step=self.resume_step, token="t",
+            control=f"tcp://127.0.0.1:{free_port()}", server_ports=(),
+        )  # fmt: skip
+        self.learner = FakeLearner(self.context)
+
+    def run(self, timeout_s: float = 20.0) -> str:
+        """Reason of the end; what the controller raises."""
+        return asyncio.run(asyncio.wait_for(self._run(), timeout_s))
+
+    async def _run(self) -> str:
+        self.changes = Changes()
+        self.clients = [FakeClient(i) for i in range(self.servers)]
+        replays = self.config.rollout.engine == "replay"
+        recorded = open_recorded(self.config) if replays else None
+        steps = recorded_steps(recorded, self.config, self.resume_step or 0) if recorded else self.config.train.steps
+        self.fleet = None if replays else fake_fleet(self.config, self.changes, self.clients, self.run_dir)
+        if self.setup is not None:
+            self.setup(self)
+        control = ControlServer(self.context.control, self.context.token)
+        parts = Parts(
+            environment=self.environment, fleet=self.fleet, recorded=recorded, socket=control,
+            sinks=lambda first: [JsonlSink(self.context.directory.metrics)], changes=self.changes, steps=steps,
+            vocab_size=VOCABULARY, context_length=CONTEXT,
+        )  # fmt: skip
+        controller = Controller(self.context, self.config, parts)
+        self.learner.start()
+        beside = asyncio.ensure_future(self.during(self, controller)) if self.during else None
+        try:
+            return await controller.run()
+        finally:
+            if beside is not None:
+                beside.cancel()
+            control.close()
+            await asyncio.to_thread(self.learner.join, 0.5)
+
+    def rows(self) -> list[dict[str, Any]]:
+        text = RunDirectory(self.run_dir).metrics.read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def staleness(self) -> list[int]:
+        """Of every trajectory that the learner was given."""
+        return [b.step - t.oldest_version for b in self.learner.batches for g in b.groups for t in g.trajectories]

@@ -1,0 +1,308 @@
+"""The whole loop in bounded lag, against in-process stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
+from vcpo_megatron.orchestrator.store import RolloutStore
+from vcpo_megatron.orchestrator.tasks import RunError
+from vcpo_megatron.rollout.fleet import FleetError
+from vcpo_megatron.transport.control import ControlError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def check_counters(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        parts = [row[f"rollouts/{name}"] for name in ("queued", "trained", "dropped", "failed")]
+        assert sum(parts) == row["rollouts/generated"], row
+
+
+@pytest.mark.parametrize("lag", [0, 1, 4])
+def test_a_run_ends_and_never_trains_beyond_the_bound(tmp_path: Path, lag: int) -> None:
+    run = FakeRun(tmp_path, config(staleness={"max_staleness": lag}, train={"steps": 8}))
+    assert run.run() == "run ended"
+    assert run.learner.stopped == "run ended"
+    assert [batch.step for batch in run.learner.batches] == list(range(8))
+    assert max(run.staleness()) <= lag
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(8))
+    assert [row["policy_version"] for row in rows] == list(range(1, 9))
+    check_counters(rows)
+    assert rows[-1]["rollouts/trained"] == 8 * 2 * 2 == rows[-1]["rollouts/generated"]
+    assert rows[-1]["rollouts/queued"] == 0
+    assert all(row["staleness/max"] <= lag for row in rows)
+    assert rows[0]["tokens/trained"] == 2 * 2 * 4 and rows[0]["loss"] == 0.5
+    assert {"time/step", "time/wait_batch", "time/sync", "time/forward_backward"} <= rows[0].keys()
+    assert run.learner.checkpoints == [8]
+    trained = [group.prompt_id for batch in run.learner.batches for group in batch.groups]
+    assert sorted(trained) == sorted(f"train-{i}" for i in range(16))
+
+
+def test_lag_is_used_when_it_is_allowed(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(staleness={"max_staleness": 2}, train={"steps": 10}))
+    run.learner.step_s = 0.05
+    run.run()
+    assert max(run.staleness()) == 2  # generation went on while the learner was busy, up to the bound
+
+
+def test_at_lag_zero_every_token_is_sampled_by_the_version_that_trains(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(staleness={"max_staleness": 0}))
+    run.run()
+    for batch in run.learner.batches:
+        versions = {v.number for g in batch.groups for t in g.trajectories for v in t.versions}
+        assert versions == {batch.step}
+
+
+def test_two_servers_share_the_groups_and_a_group_stays_on_one(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(staleness={"max_staleness": 2}), servers=2)
+    run.run()
+    places: dict[str, set[int]] = {}
+    for client in run.clients:
+        for event in client.events:
+            if event.startswith("generate"):
+                prompt, group, _ = event.split()[1].split("/", 2)
+                places.setdefault(f"{prompt}/{group}", set()).add(client.index)
+    assert all(len(servers) == 1 for servers in places.values())
+    assert {index for servers in places.values() for index in servers} == {0, 1}
+
+
+def test_a_failing_trajectory_is_counted_and_ends_its_group_only(tmp_path: Path) -> None:
+    environment = FakeEnvironment(fails=lambda example: example.data["index"] % 3 == 1)
+    run = FakeRun(tmp_path, config(), environment=environment)
+    assert run.run() == "run ended"
+    rows = run.rows()
+    check_counters(rows)
+    assert rows[-1]["rollouts/failed"] > 0
+    assert rows[-1]["rollouts/failed"] == rows[-1]["rollouts/dropped"]  # groups of two: one fails, one is dropped
+    with RolloutStore.open_readonly(tmp_path / "rollouts.sqlite") as store:
+        reasons = store.reasons()
+    assert any("the judge is down" in reason for reason in reasons), reasons
+
+
+def test_nothing_but_failures_ends_the_run_with_the_commonest(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(train={"steps": 500}), environment=FakeEnvironment(fails=lambda example: True))
+    with pytest.raises(RunError, match=r"100 trajectories failed in a row.*the judge is down"):
+        run.run()
+
+
+def test_a_stop_finishes_the_step_and_writes_a_checkpoint(tmp_path: Path) -> None:
+    async def stop(run: FakeRun, controller: Any) -> None:
+        while len(run.learner.batches) < 3:
+            await asyncio.sleep(0.005)
+        controller.request_stop("stopped by signal")
+
+    run = FakeRun(tmp_path, config(train={"steps": 1000}), during=stop)
+    run.learner.step_s = 0.02
+    assert run.run() == "stopped by signal"
+    done = len(run.learner.batches)
+    assert 3 <= done < 1000
+    assert run.learner.checkpoints == [done]
+    assert run.learner.stopped == "stopped by signal"
+    assert [row["step"] for row in run.rows()] == list(range(done))
+    with RolloutStore.open_readonly(tmp_path / "rollouts.sqlite") as store:
+        counts = store.counts()
+    assert counts.queued == 0 and counts.trained == done * 4
+
+
+def test_a_stop_during_the_start_ends_without_a_step(tmp_path: Path) -> None:
+    async def stop(run: FakeRun, controller: Any) -> None:
+        await asyncio.sleep(0.2)
+        controller.request_stop("stopped by signal")
+
+    run = FakeRun(tmp_path, config(), during=stop)
+    run.learner.sends_weights = False
+    assert run.run() == "stopped by signal"
+    assert run.learner.checkpoints == []
+
+
+def test_a_stop_does_not_wait_for_a_slow_environment(tmp_path: Path) -> None:
+    async def stop(run: FakeRun, controller: Any) -> None:
+        await asyncio.sleep(0.5)
+        controller.request_stop("stopped by signal")
+
+    run = FakeRun(tmp_path, config(), environment=FakeEnvironment(delay_s=lambda example: 60.0), during=stop)
+    assert run.run(timeout_s=5.0) == "stopped by signal"
+    assert run.environment.closed > 0
+
+
+def test_an_error_of_the_learner_ends_the_run_naming_it(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config())
+    run.learner.error_at = 2
+    with pytest.raises(ControlError, match="learner rank 0: CUDA out of memory"):
+        run.run()
+    assert [row["step"] for row in run.rows()] == [0, 1]
+    assert all(server.process is not None and server.process.poll() is not None for server in run.fleet.servers)
+
+
+def test_a_silent_learner_ends_the_run_at_the_deadline(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(launch={"timeout_s": 0.6}))
+    run.learner.silent_at = 1
+    with pytest.raises(ControlError, match=r"silent for 0.6 s \(launch.timeout_s\) while it owed StepDone"):
+        run.run()
+
+
+def test_a_learner_that_keeps_its_weights_ends_the_run_at_the_deadline(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(launch={"timeout_s": 0.6}))
+    run.learner.sends_weights = False
+    with pytest.raises(ControlError, match="owed the weights"):
+        run.run()
+
+
+def test_a_learner_of_another_version_is_refused(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config())
+    run.learner.version = run.learner.version._replace(number=3)
+    with pytest.raises(ControlError, match=r"version 1.3, this attempt starts at 1.0"):
+        run.run()
+
+
+def test_servers_that_disagree_with_the_learner_end_the_run(tmp_path: Path) -> None:
+    def setup(run: FakeRun) -> None:
+        run.clients[1].score_offset = 0.002
+
+    run = FakeRun(tmp_path, config(), servers=2, setup=setup)
+    with pytest.raises(RunError, match=r"rollout server 1 and the learner differ by 0.002"):
+        run.run()
+    assert not any(event.startswith("generate") for client in run.clients for event in client.events)
+
+
+def test_a_skipped_step_counts_and_drops_its_trajectories(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config())
+    run.learner.skips = {2}
+    run.run()
+    rows = run.rows()
+    check_counters(rows)
+    assert [row["step/skipped"] for row in rows] == [0, 0, 1, 0, 0, 0]
+    assert rows[2]["tokens/trained"] == 0 and rows[2]["rollouts/dropped"] == 4
+    assert rows[-1]["rollouts/trained"] == 5 * 4
+
+
+async def kill_server(run: FakeRun, controller: Any) -> None:
+    while len(run.learner.batches) < 2:
+        await asyncio.sleep(0.005)
+    run.clients[0].process.code = -9
+
+
+def test_a_dead_server_ends_the_run_when_no_restart_is_allowed(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(train={"steps": 1000}), during=kill_server)
+    with pytest.raises(
+        FleetError, match=r"rollout server 0 died \(exit code -9\), see .*server.0.log; rollout.max_restarts is 0"
+    ):
+        run.run()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_dead_server_is_restarted_and_gets_the_weights_before_any_request(tmp_path: Path, servers: int) -> None:
+    cfg = config(train={"steps": 30}, rollout={"max_restarts": 1})
+    run = FakeRun(tmp_path, cfg, during=kill_server, servers=servers)
+    run.learner.step_s = 0.01
+    assert run.run() == "run ended"
+    events = run.clients[0].events
+    again = len(events) - 1 - events[::-1].index("start")
+    assert again > 0
+    after = [event.split()[0] for event in events[again + 1 :]]
+    assert after[0] == "loaded"
+    first = int(events[again + 1].split(".")[1])
+    assert first >= 2  # not the weights of the start
+    assert max(run.staleness()) <= 1
+    rows = run.rows()
+    check_counters(rows)
+    assert rows[-1]["rollouts/failed"] == 0  # its requests were run again
+
+
+def test_a_group_too_old_is_dropped_and_its_prompt_sampled_again(tmp_path: Path) -> None:
+    slow = {"once": True}
+
+    def delay(example: Any) -> float:
+        if example.data["index"] == 1 and slow.pop("once", False):
+            return 30.0
+        return 0.0
+
+    cfg = config(staleness={"max_staleness": 1, "wait_s": 0.3})
+    run = FakeRun(tmp_path, cfg, environment=FakeEnvironment(delay_s=delay))
+    assert run.run() == "run ended"
+    rows = run.rows()
+    check_counters(rows)
+    assert rows[-1]["rollouts/dropped"] == 2
+    trained = [group.prompt_id for batch in run.learner.batches for group in batch.groups]
+    assert sorted(trained) == sorted(f"train-{i}" for i in range(12))  # none is lost
+
+
+def test_the_watchdog_says_who_waits_for_whom(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = config(observability={"watchdog_s": 0.3, "tensorboard": False}, launch={"timeout_s": 1.5})
+    run = FakeRun(tmp_path, cfg)
+    run.learner.silent_at = 1
+    with pytest.raises(ControlError):
+        run.run()
+    said = [line for line in capsys.readouterr().out.splitlines() if "nothing moved for 0.3 s" in line]
+    assert said and "learner asked for BatchReady" in said[0] and "rollout server 0 serving" in said[0]
+
+
+# --- checkpoints and resume -------------------------------------------------------------------
+
+
+def crash_at(step: int, run: FakeRun) -> None:
+    run.learner.error_at = step
+
+
+@pytest.mark.parametrize("crash", [2, 3, 5])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_resume_trains_every_prompt_exactly_once(tmp_path: Path, crash: int, lag: int) -> None:
+    cfg = config(checkpoint={"every": 2}, staleness={"max_staleness": lag}, train={"steps": 7})
+    first = FakeRun(tmp_path, cfg)
+    first.learner.step_s = 0.01
+    first.learner.error_at = crash
+    with pytest.raises(ControlError):
+        first.run()
+    saved = first.context.directory.complete_steps()[-1]
+    assert saved == crash // 2 * 2
+    second = FakeRun(tmp_path, cfg, attempt=2, resume_step=saved)
+    assert second.run() == "run ended"
+    assert [batch.step for batch in second.learner.batches] == list(range(saved, 7))
+    assert max(second.staleness()) <= lag
+    kept = first.learner.batches[:saved] + second.learner.batches
+    trained = [group.prompt_id for batch in kept for group in batch.groups]
+    assert sorted(trained) == sorted(f"train-{i}" for i in range(14))
+    rows = second.rows()
+    assert [row["step"] for row in rows] == list(range(7))
+    check_counters(rows)
+    assert rows[-1]["rollouts/trained"] == 28 and rows[-1]["rollouts/queued"] == 0
+    with sqlite3.connect(tmp_path / "rollouts.sqlite") as connection:
+        states = dict(connection.execute("SELECT state, COUNT(*) FROM trajectories GROUP BY state").fetchall())
+    assert states["trained"] == 28 and set(states) <= {"trained", "dropped"}
+
+
+def test_resume_before_the_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    first = FakeRun(tmp_path, config())
+    first.learner.error_at = 2
+    with pytest.raises(ControlError):
+        first.run()
+    second = FakeRun(tmp_path, config(), attempt=2)
+    assert second.run() == "run ended"
+    rows = second.rows()
+    assert [row["step"] for row in rows] == list(range(6))
+    check_counters(rows)
+
+
+def test_resume_of_a_finished_run_does_nothing(tmp_path: Path) -> None:
+    cfg = config(train={"eval_every": 2})
+    FakeRun(tmp_path, cfg).run()
+    before = (tmp_path / "metrics.jsonl").read_text()
+    second = FakeRun(tmp_path, cfg, attempt=2, resume_step=6)
+    assert second.run() == "run ended"
+    assert second.learner.batches == [] and second.learner.checkpoints == []
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
+    FakeRun(tmp_path, config()).run()
+    second = FakeRun(tmp_path, config(train={"steps": 9}), attempt=2, resume_step=6)
+    second.environment.fingerprint = "other"
+    with pytest.raises(RunError, match=r"not that of checkpoint step_6 \(fingerprint f, now other\)"):
+        second.run()

@@ -1,0 +1,83 @@
+"""What the doctor says of a machine."""
+
+from __future__ import annotations
+
+import ast
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from vcpo_megatron.planning import doctor
+from vcpo_megatron.planning.doctor import Finding, examine, render
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Distribution -> version, in place of what is installed."""
+    installed = {name: least for name, (least, _) in doctor.REQUIRED.items()}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    return installed
+
+
+def finding(findings: list[Finding], name: str) -> Finding:
+    return next(row for row in findings if row.name == name)
+
+
+def test_its_requirements_are_those_of_the_package() -> None:
+    calls = [node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())) if isinstance(node, ast.keyword)]
+    (listed,) = (ast.literal_eval(node.value) for node in calls if node.arg == "install_requires")
+    assert listed == [f"{name}>={least}" for name, (least, _) in doctor.REQUIRED.items()]
+
+
+def test_a_machine_with_the_least_versions(versions: dict[str, str], tmp_path: Path) -> None:
+    findings = examine(tmp_path)
+    assert [row for row in findings if row.level == "missing"] == []
+    assert finding(findings, "sglang").level == "note" and "embedded engine" in finding(findings, "sglang").text
+
+
+def test_missing_and_old_packages_name_the_remedy(versions: dict[str, str], tmp_path: Path) -> None:
+    del versions["psutil"]
+    versions["torch"] = "2.5.9+cpu"
+    findings = examine(tmp_path)
+    assert finding(findings, "psutil").level == "missing"
+    assert "pip install 'psutil>=5.9'" in finding(findings, "psutil").text
+    assert finding(findings, "torch").level == "missing" and "2.5.9+cpu is too old" in finding(findings, "torch").text
+
+
+@pytest.mark.parametrize(("version", "level"), [("2.6", "ok"), ("2.13.0+cpu", "ok"), ("10", "ok"), ("2", "missing")])
+def test_versions_compare_by_number(versions: dict[str, str], tmp_path: Path, version: str, level: str) -> None:
+    versions["torch"] = version
+    assert finding(examine(tmp_path), "torch").level == level
+
+
+def test_a_newer_megatron_is_noted(versions: dict[str, str], tmp_path: Path) -> None:
+    versions["megatron-core"] = "0.19.2"
+    assert finding(examine(tmp_path), "megatron-core").level == "note"
+
+
+def test_the_file_system_is_tried_where_runs_will_be(tmp_path: Path) -> None:
+    row = finding(examine(tmp_path / "not" / "yet"), "run directory")
+    assert row == Finding("ok", "run directory", f"{tmp_path}: fsync, rename and locks work")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcntl.flock", lambda file, operation: None)
+    row = finding(examine(tmp_path), "run directory")
+    assert row.level == "missing" and "another file system" in row.text
+
+
+def test_the_report_is_aligned() -> None:
+    text = render([Finding("ok", "a", "one"), Finding("missing", "long name", "two")])
+    assert text == "ok      a          one\nmissing long name  two"
+    assert re.match(r"\S+\s+python +3\.", render(examine(Path.cwd())))

@@ -1,0 +1,173 @@
+"""The client against a server of canned answers: what it sends, and how it reports each failure."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from vcpo_megatron.rollout.client import ServerClient, ServerError, ServerUnavailable
+from vcpo_megatron.rollout.protocol import ProtocolError, SamplingParams
+
+ANSWER = {
+    "output_ids": [1],
+    "meta_info": {
+        "finish_reason": {"type": "length"},
+        "weight_versions": [{"version": "1.0", "start": 0, "end": 1}],
+        "output_token_logprobs": [[-1.0, 1, None]],
+    },
+}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def against(handler: Handler, scenario: Callable[[ServerClient], Awaitable[Any]], timeout_s: float = 5.0) -> Any:
+    """Runs ``scenario`` against a server whose every endpoint is ``handler``."""
+
+    async def run() -> Any:
+        app = web.Application()
+        app.router.add_route("*", "/{tail:.*}", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        client = ServerClient(f"http://127.0.0.1:{runner.addresses[0][1]}", 10, timeout_s)
+        try:
+            async with asyncio.timeout(20):
+                return await scenario(client)
+        finally:
+            await client.close()
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def answering(status: int = 200, value: Any = None, text: str | None = None) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if text is not None:
+            return web.Response(status=status, text=text)
+        return web.json_response(value, status=status)
+
+    return handle
+
+
+def test_calls_reach_their_endpoints_with_their_bodies() -> None:
+    seen: list[tuple[str, str, Any]] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        seen.append((request.method, request.path, await request.json() if request.method == "POST" else None))
+        return web.json_response({"success": True, "message": ""})
+
+    async def scenario(client: ServerClient) -> None:
+        await client.pause("in_place")
+        await client.begin_weight_update()
+        await client.update_weights_from_tensor(b"QQ==", "2.7")
+        await client.end_weight_update()
+        await client.resume()
+        await client.abort("r")
+        await client.abort()
+        await client.flush_cache()
+        assert await client.ready()
+
+    against(handle, scenario)
+    bucket = {"serialized_named_tensors": ["QQ=="], "load_format": None, "flush_cache": False, "weight_version": "2.7"}
+    assert seen == [
+        ("POST", "/pause_generation", {"mode": "in_place"}),
+        ("POST", "/begin_weight_update", {}),
+        ("POST", "/update_weights_from_tensor", bucket),
+        ("POST", "/end_weight_update", {}),
+        ("POST", "/continue_generation", {}),
+        ("POST", "/abort_request", {"rid": "r"}),
+        ("POST", "/abort_request", {"abort_all": True}),
+        ("POST", "/flush_cache", {}),
+        ("GET", "/ready", None),
+    ]
+
+
+@pytest.mark.parametrize("ids", [[], [10], [3, -1], [True], [1.0]])
+def test_bad_ids_are_never_sent(ids: list[Any]) -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        raise AssertionError("sent")
+
+    async def scenario(client: ServerClient) -> None:
+        with pytest.raises(ProtocolError, match="input_ids"):
+            await client.generate(ids, SamplingParams(), "r")
+        with pytest.raises(ProtocolError, match="input_ids"):
+            await client.generate_batch([[1], ids], [SamplingParams()] * 2)
+        with pytest.raises(ProtocolError, match="input_ids"):
+            await client.score(ids)
+        with pytest.raises(ProtocolError, match="stop_token_ids"):
+            await client.generate([1], SamplingParams(stop_token_ids=(10,)), "r")
+
+    against(handle, scenario)
+
+
+@pytest.mark.parametrize(
+    ("handler", "status", "message"),
+    [
+        (answering(400, {"success": False, "message": "too long"}), 400, "too long"),
+        (answering(400, {"error": {"message": "inner"}}), 400, "inner"),
+        (answering(503, text="overloaded\n"), 503, "overloaded"),
+    ],
+)
+def test_a_refusal_tells_server_endpoint_status_and_message(handler: Handler, status: int, message: str) -> None:
+    async def scenario(client: ServerClient) -> None:
+        with pytest.raises(ServerError) as caught:
+            await client.generate([1], SamplingParams(), "r")
+        assert (caught.value.status, caught.value.message) == (status, message)
+        assert str(caught.value) == f"rollout server {client.base_url}/generate answered {status}: {message}"
+        assert await client.ready() is False
+
+    against(handler, scenario)
+
+
+@pytest.mark.parametrize("reply", [answering(value={}), answering(text="[{"), answering(value={**ANSWER, "output_ids": [10]})])
+def test_an_answer_that_breaks_the_protocol_names_the_server(reply: Handler) -> None:
+    async def scenario(client: ServerClient) -> None:
+        with pytest.raises(ProtocolError, match=f"{client.base_url}/generate"):
+            await client.generate([1], SamplingParams(), "r")
+
+    against(reply, scenario)
+
+
+def test_a_success_that_is_none_is_a_protocol_error() -> None:
+    async def scenario(client: ServerClient) -> None:
+        with pytest.raises(ProtocolError, match="/end_weight_update: refused: no"):
+            await client.end_weight_update()
+
+    against(answering(value={"success": False, "message": "no"}), scenario)
+
+
+def test_a_silent_server_is_given_up() -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    async def scenario(client: ServerClient) -> None:
+        with pytest.raises(ServerUnavailable, match="/generate is unavailable: .*0.3"):
+            await client.generate([1], SamplingParams(), "r")
+
+    against(handle, scenario, timeout_s=0.3)
+
+
+def test_a_server_that_hangs_up_or_is_not_there() -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    async def scenario(client: ServerClient) -> None:
+        with pytest.raises(ServerUnavailable, match="/generate"):
+            await client.generate([1], SamplingParams(), "r")
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            nobody = ServerClient(f"http://127.0.0.1:{unused.getsockname()[1]}/", 10, 5.0)
+            with pytest.raises(ServerUnavailable, match="/model_info is unavailable"):
+                await nobody.model_info()
+            assert await nobody.ready() is False
+            await nobody.close()
+
+    against(handle, scenario)

@@ -1,0 +1,105 @@
+"""Records refuse arrays that do not fit, and versions name policies without confusion."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vcpo_megatron.types import Group, PolicyVersion, Trajectory, Turn, VersionSpan
+
+# --- versions ---------------------------------------------------------------------------------
+
+
+def test_version_text() -> None:
+    assert str(PolicyVersion(2, 17)) == "2.17"
+    assert PolicyVersion.parse("2.17") == PolicyVersion(attempt=2, number=17)
+
+
+@given(st.integers(0, 10**12), st.integers(0, 10**12))
+def test_version_round_trip(attempt: int, number: int) -> None:
+    assert PolicyVersion.parse(str(PolicyVersion(attempt, number))) == (attempt, number)
+
+
+@pytest.mark.parametrize("text", ["", "17", "1.", ".1", "1.2.3", "a.1", "1.-1", "-1.1", "1. 2", "default"])
+def test_text_that_is_no_version_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="ATTEMPT.NUMBER") as error:
+        PolicyVersion.parse(text)
+    assert repr(text) in str(error.value)
+
+
+def test_two_attempts_share_no_name() -> None:
+    assert PolicyVersion(1, 17) != PolicyVersion(2, 17)
+    assert str(PolicyVersion(1, 117)) != str(PolicyVersion(11, 17))
+
+
+# --- trajectories -----------------------------------------------------------------------------
+
+
+def fields(**changes: Any) -> dict[str, Any]:
+    """Prompt of 2, three sampled tokens by versions 1.4, 1.4, 2.3, an observation, one by 2.5."""
+    values: dict[str, Any] = {
+        "group_id": 7,
+        "sample_index": 3,
+        "prompt_id": "p",
+        "prompt_length": 2,
+        "tokens": np.arange(7, dtype=np.int32),
+        "loss_mask": np.array([0, 0, 1, 1, 1, 0, 1], np.bool_),
+        "behavior_logprobs": np.array([0, 0, -1, -2, -3, 0, -4], np.float32),
+        "turns": (
+            Turn(2, 5, "stop", (VersionSpan(2, 4, PolicyVersion(1, 4)), VersionSpan(4, 5, PolicyVersion(2, 3)))),
+            Turn(6, 7, "length", (VersionSpan(6, 7, PolicyVersion(2, 5)),)),
+        ),
+        "reward": 1.0,
+    }
+    return values | changes
+
+
+def test_trajectory_derives_its_numbers_from_mask_and_spans() -> None:
+    trajectory = Trajectory(**fields())
+    assert trajectory.uid == "7/3"
+    assert trajectory.num_sampled == 4
+    assert trajectory.versions == ((1, 4), (2, 3), (2, 5))
+    assert (trajectory.oldest_version, trajectory.newest_version) == (3, 5)  # numbers, whatever the attempt
+    assert trajectory.info == {}
+
+
+def test_group_spans_its_members() -> None:
+    one = (Turn(2, 7, "stop", (VersionSpan(2, 7, PolicyVersion(1, 9)),)),)
+    group = Group(7, "p", (Trajectory(**fields()), Trajectory(**fields(turns=one))))
+    assert (group.oldest_version, group.newest_version) == (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tokens": np.arange(7, dtype=np.int64)}, r"tokens is int64\[7\], expected int32\[7\]"),
+        ({"loss_mask": np.zeros(7, np.int8)}, r"loss_mask is int8\[7\], expected bool\[7\]"),
+        ({"loss_mask": np.zeros(6, np.bool_)}, r"loss_mask is bool\[6\], expected bool\[7\]"),
+        ({"behavior_logprobs": np.zeros(7)}, r"behavior_logprobs is float64\[7\], expected float32\[7\]"),
+        ({"behavior_logprobs": np.zeros((7, 1), np.float32)}, r"behavior_logprobs is float32\[7, 1\]"),
+        ({"prompt_length": 0}, "prompt_length 0 does not fit 7 tokens"),
+        ({"prompt_length": 8}, "prompt_length 8 does not fit 7 tokens"),
+        ({"prompt_length": 3}, "a prompt token is marked as sampled"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused_by_name(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        Trajectory(**fields(**changes))
+    assert str(error.value).startswith("trajectory 7/3: ")
+
+
+def test_records_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Trajectory(**fields()).reward = 2.0  # type: ignore[misc]
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import vcpo_megatron.types"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

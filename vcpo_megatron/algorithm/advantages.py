@@ -1,0 +1,45 @@
+"""Centre and scale of a group's rewards (VCPO, arXiv 2602.17616; DESIGN "groups" and "gradient").
+
+The gradient of a group is sum_i (R_i - b) s_i / std. It is accumulated centred, as
+(R_i - m)/std s_i, and (b - m)/std times sum_i s_i is taken off once b is known: both factors come
+from the ``GroupScale``. The standard deviation is the population one, the same for every method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScale:
+    """mean m, inverse_std 1/std (1.0 without ``normalize_std``), has_variance: max R > min R.
+
+    A group without variance carries no gradient at all: its coefficients are 0 and its inverse_std is 1.0.
+    """
+
+    mean: float
+    inverse_std: float
+    has_variance: bool
+
+
+def group_scale(rewards: Tensor, normalize_std: bool) -> GroupScale:
+    """Scale of one group's rewards, float [n], n > 0; in float64.
+
+    Raises ValueError when a reward is not finite: no baseline or scale is defined then.
+    """
+    if rewards.ndim != 1 or not rewards.numel():
+        raise ValueError(f"rewards of a group have shape {list(rewards.shape)}, expected [n] with n > 0")
+    values = rewards.detach().double()
+    if not bool(values.isfinite().all()):
+        raise ValueError(f"rewards of a group are {rewards.tolist()}: every reward must be finite")
+    offsets = values - values[0]
+    mean = float(values[0] + offsets.mean())
+    if not bool((offsets != 0).any()):
+        return GroupScale(mean, 1.0, False)
+    if not normalize_std:
+        return GroupScale(mean, 1.0, True)
+    # In units of the largest offset, so that squares of tiny differences do not vanish.
+    unit = offsets.abs().max()
+    return GroupScale(mean, float(1.0 / (unit * (offsets / unit).std(correction=0))), True)

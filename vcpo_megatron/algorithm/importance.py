@@ -1,0 +1,88 @@
+"""Importance weights of trajectories and tokens, in log space (VCPO, arXiv 2602.17616; DESIGN "The method").
+
+    l_i = sum over sampled tokens t of (log pi_theta(t) - log mu(t)),    w_i = min(exp(l_i), c)
+
+Prompt and tool-output tokens carry no behaviour log-prob, and a masked log-prob may be anything
+(-inf, nan, garbage of a padded row): masked positions are replaced by zero before any arithmetic,
+so that neither their value nor their gradient can reach a sum. A weight is formed as
+exp(min(l, log c)), which cannot overflow; exp(l) itself is never formed.
+
+Nothing here is differentiated through: weights are detached (DESIGN: "detached").
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor, n: int) -> Tensor:
+    """Sum of the unmasked values of each segment.
+
+    values       float [T]   one number a token of a pack
+    mask         bool  [T]   False excludes the token, whatever its value and its segment id are
+    segment_ids  int   [T]   which trajectory of the pack, 0..n-1; any order
+    returns      float64 [n] zero for a segment without tokens
+
+    Differentiable in ``values``. The same bits in every run on CPUs; on GPUs under
+    ``torch.use_deterministic_algorithms(True)``. Raises ValueError on shapes or dtypes that do not fit.
+    """
+    _require_tokens(values=values, mask=mask, segment_ids=segment_ids)
+    if n < 0:
+        raise ValueError(f"n = {n}: the number of segments cannot be negative")
+    if segment_ids.dtype.is_floating_point or segment_ids.dtype == torch.bool:
+        raise ValueError(f"segment_ids is {segment_ids.dtype}, expected an integer dtype")
+    kept = torch.where(mask, values.double(), 0.0)
+    index = torch.where(mask, segment_ids.long(), 0)
+    # One slot at least, so that a pack of padding only (n = 0) has somewhere to put its zeros.
+    total = torch.zeros(max(n, 1), dtype=torch.float64, device=values.device)
+    return total.index_add(0, index, kept)[:n]
+
+
+def token_log_ratios(policy_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """log pi_theta - log mu of each token, 0 where masked; float64 [T], detached.
+
+    All arguments are [T]; ``mask`` is bool.
+    """
+    _require_tokens(policy_logprobs=policy_logprobs, behavior_logprobs=behavior_logprobs, mask=mask)
+    policy = torch.where(mask, policy_logprobs.detach().double(), 0.0)
+    behavior = torch.where(mask, behavior_logprobs.detach().double(), 0.0)
+    return policy - behavior
+
+
+def log_ratios(policy_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, segment_ids: Tensor, n: int) -> Tensor:
+    """l_i of the n trajectories of a pack: float64 [n], detached.
+
+    policy_logprobs, behavior_logprobs  float [T]  at the sampling temperature, both
+    mask                                bool  [T]  True where the policy sampled the token
+    segment_ids                         int   [T]  trajectory of each token, 0..n-1
+
+    Under context parallelism this is the local part; the caller sums over the group.
+    """
+    return segment_sum(token_log_ratios(policy_logprobs, behavior_logprobs, mask), mask, segment_ids, n)
+
+
+def truncated_log_weights(log_ratio: Tensor, threshold: float) -> Tensor:
+    """min(l, log c), elementwise, dtype and shape of ``log_ratio``; nan stays nan.
+
+    ``threshold`` is c > 0 (``is_threshold``); infinity leaves l untouched. Raises ValueError otherwise.
+    """
+    if not threshold > 0:
+        raise ValueError(f"is_threshold = {threshold}: weights are truncated at a positive value")
+    return torch.clamp(log_ratio, max=math.log(threshold))
+
+
+def truncated_weights(log_ratio: Tensor, threshold: float) -> Tensor:
+    """w = exp(min(l, log c)), elementwise; at most c, never overflows. ``log_ratio`` may be [n] or [T]."""
+    return truncated_log_weights(log_ratio, threshold).exp()
+
+
+def _require_tokens(**tensors: Tensor) -> None:
+    """All are [T] with one T; the one called ``mask`` is bool."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) != 1 or len(next(iter(shapes.values()))) != 1:
+        raise ValueError(f"expected tensors of one shape [T], got {shapes}")
+    if tensors["mask"].dtype != torch.bool:
+        raise ValueError(f"mask is {tensors['mask'].dtype}, expected torch.bool")

@@ -1,0 +1,175 @@
+"""What the sections of a configuration must satisfy together, and with the files they name.
+
+Nothing is changed here, and nothing is started: every problem is a line that names key, value and
+remedy, and all of them are returned together. Checks of this machine (free ports, a writable run
+directory) belong to the launcher; those of an environment to the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .load import ConfigError
+from .model_folder import ModelShape, tokenizer_problems, weight_problems
+from .models import RunConfig
+
+
+def problems(config: RunConfig) -> list[str]:
+    """Everything that keeps ``config`` from being run; empty when nothing does."""
+    found = [
+        *_unsupported(config),
+        *_parallel(config),
+        *_algorithm(config),
+        *_training(config),
+        *_rollout(config),
+        *_replay(config),
+        *_files(config),
+        *_ports(config),
+    ]
+    try:
+        shape = ModelShape.read(config.model.path)
+    except ConfigError as error:
+        return found + error.problems
+    found += _model_fits(config, shape)
+    return found + weight_problems(config.model.path, shape) + tokenizer_problems(config.model.path, shape)
+
+
+def _unsupported(config: RunConfig) -> Iterator[str]:
+    for name in ("virtual_pipeline", "context", "expert", "expert_tensor"):
+        if (value := getattr(config.parallel, name)) > 1:
+            yield f"parallel.{name} = {value}: not supported yet; only 1 is"
+    if config.parallel.sequence_parallel:
+        yield "parallel.sequence_parallel = true: not supported yet; only false is"
+
+
+def _parallel(config: RunConfig) -> Iterator[str]:
+    parallel, ranks = config.parallel, config.launch.learner_ranks
+    replica = parallel.tensor * parallel.pipeline * parallel.context
+    sizes = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {replica}"
+    if ranks % replica:
+        yield (
+            f"launch.learner_ranks = {ranks}: not a multiple of {sizes}; "
+            f"{max(1, ranks // replica) * replica} would be"
+        )
+    elif config.data_parallel > config.train.groups_per_step:
+        yield (
+            f"train.groups_per_step = {config.train.groups_per_step}: fewer than the {config.data_parallel} "
+            f"data-parallel replicas ({ranks} ranks / {sizes}), some would have nothing to train on; "
+            "raise it, or lower launch.learner_ranks"
+        )
+    if config.model.vocab_multiple % parallel.tensor:
+        yield (
+            f"model.vocab_multiple = {config.model.vocab_multiple}: not divisible by parallel.tensor = "
+            f"{parallel.tensor}, so the padded vocabulary cannot be split"
+        )
+
+
+def _algorithm(config: RunConfig) -> Iterator[str]:
+    algorithm, staleness = config.algorithm, config.staleness
+    if algorithm.is_level == "none" and staleness.max_staleness > 0 and not algorithm.allow_uncorrected:
+        yield (
+            f'algorithm.is_level = "none": with staleness.max_staleness = {staleness.max_staleness} off-policy data '
+            "would be trained on without a correction; set is_level, max_staleness = 0, or allow_uncorrected = true"
+        )
+    base = algorithm.base_ess_ratio
+    if base == "auto":
+        if staleness.lag == "exact":
+            yield 'algorithm.base_ess_ratio = "auto": needs staleness.lag = "bounded"; give a number for "exact"'
+    elif not 0 < base <= 1:
+        yield f'algorithm.base_ess_ratio = {base}: must be "auto" or a number above 0 and at most 1'
+
+
+def _training(config: RunConfig) -> Iterator[str]:
+    train, optimizer = config.train, config.optimizer
+    if train.group_size == 1:
+        yield "train.group_size = 1: rewards of a group of one have no variance, nothing would be trained; at least 2"
+    if optimizer.warmup_steps >= train.steps:
+        yield (
+            f"optimizer.warmup_steps = {optimizer.warmup_steps}: must be below train.steps = {train.steps}, "
+            "the learning rate would never be reached"
+        )
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield f"optimizer.betas = {list(optimizer.betas)}: each must be at least 0 and below 1"
+
+
+def _rollout(config: RunConfig) -> Iterator[str]:
+    """A group keeps to one server, and the learner waits for its slowest member: it must run as a whole."""
+    rollout, train = config.rollout, config.train
+    has_servers = rollout.engine == "embedded"
+    if has_servers and rollout.max_running_requests < train.group_size:
+        yield (
+            f"rollout.max_running_requests = {rollout.max_running_requests}: below train.group_size = "
+            f"{train.group_size}, a group could not run as a whole on its server; at least {train.group_size}"
+        )
+    # Every group in flight needs a server: admitted at most (k + 1) groups_per_step at a time.
+    in_flight = (config.staleness.max_staleness + 1) * train.groups_per_step
+    if has_servers and rollout.servers > in_flight:
+        yield (
+            f"rollout.servers = {rollout.servers}: at most (max_staleness + 1) x groups_per_step = {in_flight} "
+            "groups are in flight, some servers would never get one; lower it"
+        )
+    if train.max_pack_tokens <= rollout.max_new_tokens:
+        yield (
+            f"train.max_pack_tokens = {train.max_pack_tokens}: a prompt and the "
+            f"rollout.max_new_tokens = {rollout.max_new_tokens} of its answer would not fit one pack; raise it"
+        )
+
+
+def _replay(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.engine == "replay" and rollout.replay is None:
+        yield 'rollout.engine = "replay": needs rollout.replay, the run directory whose rollouts are trained on again'
+    if rollout.replay is None:
+        return
+    if rollout.engine != "replay":
+        yield f'rollout.replay = {rollout.replay}: only used with rollout.engine = "replay"; set that or remove it'
+    elif not rollout.replay.is_dir():
+        yield f"rollout.replay = {rollout.replay}: no such folder"
+    elif not (rollout.replay / "rollouts.sqlite").is_file():
+        yield f"rollout.replay = {rollout.replay}: has no rollouts.sqlite, so it is no run directory"
+
+
+def _files(config: RunConfig) -> Iterator[str]:
+    for name in ("data", "heldout"):
+        path = getattr(config.environment, name)
+        if path is not None and not path.is_file():
+            yield f"environment.{name} = {path}: {'not a file' if path.exists() else 'no such file'}"
+
+
+def _ports(config: RunConfig) -> Iterator[str]:
+    """Ports given as numbers must differ; 0 means any free one."""
+    launch, rollout = config.launch, config.rollout
+    claims: dict[int, str] = {}
+    wanted = [(launch.control_port, "launch.control_port"), (launch.master_port, "launch.master_port")]
+    if rollout.port and rollout.engine == "embedded":
+        last = rollout.port + rollout.servers - 1
+        if last > 65535:
+            yield f"rollout.port = {rollout.port}: with {rollout.servers} servers the last port would be {last}"
+        wanted += [(rollout.port + rank, f"rollout.port (server {rank})") for rank in range(rollout.servers)]
+    for port, name in wanted:
+        if port and port in claims:
+            yield f"{name} = {port}: the port is also that of {claims[port]}; give another, or 0 for any free one"
+        claims.setdefault(port, name)
+
+
+def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """The split of the model, and the lengths of trajectories, against the model's sizes."""
+    parallel, path = config.parallel, config.model.path
+    for name, size, what in (
+        ("tensor", shape.heads, "attention heads"),
+        ("tensor", shape.kv_heads, "key-value heads"),
+        ("tensor", shape.ffn, "units of the MLP"),
+        ("pipeline", shape.layers, "layers"),
+    ):
+        if size % (ways := getattr(parallel, name)):
+            yield f"parallel.{name} = {ways}: does not divide the {size} {what} of {path}"
+    if shape.tied and parallel.pipeline > 1:
+        yield (
+            f"parallel.pipeline = {parallel.pipeline}: {path} has tied embeddings (tie_word_embeddings), "
+            "which are not supported with more than one pipeline stage yet; use 1"
+        )
+    if config.rollout.max_new_tokens >= shape.context:
+        yield (
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: leaves no room for a prompt in the "
+            f"{shape.context} positions of {path} (max_position_embeddings); lower it"
+        )

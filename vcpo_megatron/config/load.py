@@ -1,0 +1,298 @@
+"""Reading a configuration: TOML text and dotted overrides in, a validated ``RunConfig`` out, and back.
+
+Everything that is wrong is reported together, one line a problem, each naming key, value and remedy.
+TOML is typed, so validation is strict: ``steps = "30"`` is an error, not 30.
+"""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import json
+import os
+import re
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from .models import RunConfig
+
+Key = tuple[str, ...]
+
+
+class ConfigError(ValueError):
+    """A configuration cannot be used. ``problems`` holds one line for each thing that is wrong."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read ``path`` and apply ``overrides`` ("section.key=value", the value in TOML syntax or a bare string).
+
+    Relative paths in the file are taken from the file's folder, those of overrides from the working
+    directory. Raises ConfigError with all problems.
+    """
+    path = Path(path)
+    data = _resolve_paths(_read(path), path.parent)
+    return _validated(data, overrides)
+
+
+def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """``config`` with ``overrides`` applied on top; raises ConfigError with all problems."""
+    return _validated(config.model_dump(mode="python", exclude_none=True), overrides)
+
+
+def load_resolved(path: Path) -> RunConfig:
+    """Read what ``dump_resolved`` wrote; raises ConfigError."""
+    return load_config(path)
+
+
+def dump_resolved(config: RunConfig) -> str:
+    """``config`` as TOML with every default filled in; ``load_resolved`` reads the same config back.
+
+    Keys whose value is None are left out: TOML has no null, and None is their default.
+    """
+    lines: list[str] = []
+    for section, values in config.model_dump(mode="python", exclude_none=True).items():
+        lines += ["", f"[{section}]", *(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in values.items())]
+    return "\n".join(lines[1:]) + "\n"
+
+
+def flatten(config: RunConfig) -> dict[str, Any]:
+    """Every key of ``config`` as "section.key" with its value, for comparing two configurations."""
+    return {f"{section}.{key}": value for section, model in config for key, value in model}
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: no such file"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read: {error}"]) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f"{path}: not valid TOML: {error}"]) from None
+
+
+def _validated(data: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    problems: list[str] = []
+    given = {key: override for override in overrides if (key := _apply(data, override, problems))}
+    try:
+        # JSON mode: strict about types, yet a list is a tuple there and a string a path.
+        config = RunConfig.model_validate_json(json.dumps(data, default=_jsonable), strict=True)
+    except ValidationError as error:
+        problems += _explain(error, given)
+    if problems:
+        raise ConfigError(problems)
+    return _restored(config, data)
+
+
+def _restored(config: RunConfig, data: Mapping[str, Any]) -> RunConfig:
+    """``environment.options`` as TOML had it: JSON knows no dates."""
+    options = data.get("environment", {}).get("options", {})
+    return config.model_copy(update={"environment": config.environment.model_copy(update={"options": options})})
+
+
+def _jsonable(value: Any) -> str:
+    if isinstance(value, (Path, datetime.datetime, datetime.date, datetime.time)):
+        return str(value)
+    raise TypeError(f"{value!r} is no TOML value")
+
+
+def _apply(data: dict[str, Any], override: str, problems: list[str]) -> Key | None:
+    """Put one override into ``data``; returns its key, or None after adding to ``problems``."""
+    name, equals, text = override.partition("=")
+    key = tuple(part.strip() for part in name.split("."))
+    if not equals or len(key) < 2 or not all(key):
+        problems.append(f"--set {override}: not of the form section.key=value, as in --set train.steps=100")
+        return None
+    value = _override_value(text.strip())
+    if isinstance(value, str) and key in _path_keys():
+        value = _absolute(value, Path.cwd())
+    table: Any = data
+    for depth, part in enumerate(key[:-1], 1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            problems.append(f"--set {override}: {'.'.join(key[:depth])} is a value, not a table")
+            return None
+    table[key[-1]] = value
+    return key
+
+
+def _override_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+# --- paths ------------------------------------------------------------------------------------
+
+
+def _sections() -> Iterator[tuple[str, type[BaseModel]]]:
+    for name, field in RunConfig.model_fields.items():
+        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        yield name, field.annotation
+
+
+def _path_keys() -> set[Key]:
+    """Keys that hold a file system path."""
+    return {
+        (section, key)
+        for section, model in _sections()
+        for key, field in model.model_fields.items()
+        if field.annotation is Path or Path in typing.get_args(field.annotation)
+    }
+
+
+def _absolute(value: str, base: Path) -> str:
+    return os.path.abspath(base / Path(value).expanduser())
+
+
+def _resolve_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:
+    for section, key in _path_keys():
+        table = data.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            table[key] = _absolute(table[key], base)
+    return data
+
+
+# --- explaining -------------------------------------------------------------------------------
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "path_type": "a path, as a string",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "tuple_type": "a list",
+}
+
+
+def _explain(error: ValidationError, given: Mapping[Key, str]) -> list[str]:
+    """One line for each key that is wrong, in the order of the file."""
+    by_key: dict[Key, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        by_key.setdefault(_config_key(detail["loc"]), []).append(detail)
+    return [_explain_key(key, details, given) for key, details in by_key.items()]
+
+
+def _config_key(location: tuple[int | str, ...]) -> Key:
+    """Location of an error without what pydantic adds below a field (union branches, list positions)."""
+    parts = tuple(str(part) for part in location)
+    return parts if parts[:2] in {("environment", "fields"), ("environment", "options")} else parts[:2]
+
+
+def _explain_key(key: Key, details: Sequence[ErrorDetails], given: Mapping[Key, str]) -> str:
+    name = ".".join(key)
+    kinds = {detail["type"] for detail in details}
+    if "extra_forbidden" in kinds:
+        return f"{name}: unknown {'key' if len(key) > 1 else 'section'}{_nearest(key)}"
+    if "missing" in kinds and len(details[0]["loc"]) == len(key):
+        section = f"[{key[0]}]"
+        what = f"add `{key[1]} = ...` to {section}" if len(key) > 1 else f"add the section {section}"
+        return f"{name}: missing; {what}"
+    value = details[0]["input"]
+    shown = "" if isinstance(value, (dict, list)) else f" = {_shown(value)}"
+    source = f" (from --set {given[key]})" if key in given else ""
+    return f"{name}{shown}{source}: must be {' or '.join(dict.fromkeys(map(_expected, details)))}{_near_value(details)}"
+
+
+def _expected(detail: ErrorDetails) -> str:
+    limits = detail.get("ctx", {})
+    match detail["type"]:
+        case "greater_than":
+            return f"greater than {limits['gt']}"
+        case "greater_than_equal":
+            return f"at least {limits['ge']}"
+        case "less_than_equal":
+            return f"at most {limits['le']}"
+        case "literal_error":
+            return f"one of {limits['expected']}"
+        case "missing" | "too_short" | "too_long":  # in a field: the only sequences are pairs of numbers
+            return "a list of two numbers"
+        case kind:
+            return _EXPECTED.get(kind, detail["msg"])
+
+
+def _near_value(details: Sequence[ErrorDetails]) -> str:
+    """Suggestion for a misspelt choice."""
+    for detail in details:
+        if detail["type"] == "literal_error" and isinstance(detail["input"], str):
+            choices = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
+            if close := difflib.get_close_matches(detail["input"], choices, 1):
+                return f"; did you mean {_shown(close[0])}?"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    try:
+        return _toml_value(value)
+    except TypeError:
+        return repr(value)
+
+
+def _nearest(key: Key) -> str:
+    """Suggestion for an unknown key: near in its section, or of the same name in another."""
+    sections = dict(_sections())
+    if len(key) == 1:
+        close = difflib.get_close_matches(key[0], sections, 1)
+        return f"; did you mean [{close[0]}]?" if close else f"; sections are {', '.join(sections)}"
+    own = [f"{key[0]}.{name}" for name in sections[key[0]].model_fields] if key[0] in sections else []
+    close = difflib.get_close_matches(".".join(key), own, 1, cutoff=0.75)
+    elsewhere = [f"{section}.{key[1]}" for section, model in sections.items() if key[1] in model.model_fields]
+    if not close and not elsewhere:
+        leaves = {f"{s}.{name}": name for s, model in sections.items() for name in model.model_fields}
+        near = difflib.get_close_matches(key[1], leaves.values(), 1, cutoff=0.8)
+        elsewhere = [dotted for dotted, name in leaves.items() if near and name == near[0]]
+    found = (elsewhere if key[0] not in sections else close or elsewhere)[:1]
+    if found:
+        return f"; did you mean {found[0]}?"
+    return f"; keys of [{key[0]}] are {', '.join(name.split('.', 1)[1] for name in own)}" if own else ""
+
+
+# --- writing ----------------------------------------------------------------------------------
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_string(key)
+
+
+def _toml_string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_value(value: Any) -> str:
+    """One TOML value; floats as ``repr``, which reads back to the same bits."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str() | Path():
+            return _toml_string(str(value))
+        case datetime.datetime() | datetime.date() | datetime.time():
+            return value.isoformat()
+        case list() | tuple():
+            return f"[{', '.join(map(_toml_value, value))}]"
+        case dict():
+            pairs = (f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items())
+            return f"{{ {', '.join(pairs)} }}" if value else "{}"
+        case _:
+            raise TypeError(f"{value!r} of type {type(value).__name__} has no TOML form")

@@ -1,0 +1,146 @@
+"""The configuration of a run: one frozen pydantic model a section, unknown keys forbidden.
+
+Values are never rewritten by validation. What a single field may hold is said here; what several
+fields must satisfy together is in ``checks.py``; reading TOML and overrides is in ``load.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict about names, every number finite unless its field says otherwise."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    path: Path = Field(description="Hugging Face folder: config.json, safetensors, tokenizer")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    vocab_multiple: int = Field(128, ge=1, description="the vocabulary is padded to a multiple of this")
+
+
+class ParallelConfig(Section):
+    tensor: int = Field(1, ge=1)
+    pipeline: int = Field(1, ge=1)
+    virtual_pipeline: int = Field(1, ge=1)
+    context: int = Field(1, ge=1)
+    expert: int = Field(1, ge=1)
+    expert_tensor: int = Field(1, ge=1)
+    sequence_parallel: bool = False
+
+
+class AlgorithmConfig(Section):
+    baseline: Literal["opob", "opob_leave_one_out", "group_mean", "zero"] = "opob"
+    is_level: Literal["sequence", "token", "none"] = "sequence"
+    is_threshold: float = Field(
+        8.0, gt=0, allow_inf_nan=True, description="weights are truncated at this value; inf: never"
+    )
+    opob_weights: Literal["raw", "truncated"] = "raw"
+    opob_accumulators: int | None = Field(
+        None, ge=1, description="bound on gradient-sized accumulators a pipeline stage; default: what hides the latency"
+    )
+    ess_scaling: bool = True
+    ess_rule: Literal["sqrt", "linear"] = "sqrt"
+    ess_weights: Literal["raw", "truncated"] = "raw"
+    base_ess_ratio: float | Literal["auto"] = 1.0
+    behavior_anchor: float = Field(0.0, ge=0)
+    normalize_std: bool = True
+    loss_normalization: Literal["sequence_token_mean", "token_mean", "sequence_token_sum", "constant"] = (
+        "sequence_token_mean"
+    )
+    allow_uncorrected: bool = Field(False, description="permit an asynchronous run without off-policy correction")
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(1e-6, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0, description="0 turns clipping off")
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+
+
+class TrainConfig(Section):
+    steps: int = Field(gt=0)
+    groups_per_step: int = Field(8, gt=0)
+    group_size: int = Field(8, gt=0)
+    eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 turns them off")
+    seed: int = Field(0, ge=0)
+    max_pack_tokens: int = Field(4096, gt=0, description="tokens of one packed micro-batch")
+
+
+class RolloutConfig(Section):
+    engine: Literal["embedded", "replay"] = "embedded"
+    replay: Path | None = Field(None, description="run directory whose rollouts are trained on again")
+    servers: int = Field(1, ge=1)
+    port: int = Field(0, ge=0, le=65535, description="port of the first server, the next ones follow; 0: any free")
+    temperature: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(1024, gt=0)
+    max_running_requests: int = Field(128, gt=0, description="sequences that a server decodes together")
+    pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+    max_restarts: int = Field(0, ge=0)
+    request_timeout_s: float = Field(600.0, gt=0)
+    start_timeout_s: float = Field(300.0, gt=0)
+    sync_timeout_s: float = Field(300.0, gt=0)
+
+
+class EnvironmentConfig(Section):
+    name: str
+    data: Path | None = Field(None, description="JSONL or parquet of prompts; default: the environment's generator")
+    heldout: Path | None = Field(None, description="JSONL or parquet of held-out prompts")
+    fields: dict[str, str] = Field(default_factory=dict, description="environment's field name -> name in the files")
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class StalenessConfig(Section):
+    max_staleness: int = Field(4, ge=0)
+    lag: Literal["bounded", "exact"] = "bounded"
+    wait_s: float = Field(600.0, gt=0, description="wait for a trajectory at the bound before it is dropped")
+
+
+class CheckpointConfig(Section):
+    every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end and on a signal")
+    keep_last: int = Field(3, ge=1)
+
+
+class LaunchConfig(Section):
+    learner_ranks: int = Field(1, ge=1)
+    master_port: int = Field(0, ge=0, le=65535, description="rendezvous of the learner ranks; 0: any free")
+    control_port: int = Field(0, ge=0, le=65535, description="orchestrator's control socket; 0: any free")
+    timeout_s: float = Field(300.0, gt=0, description="deadline of every wait between processes")
+
+
+class ObservabilityConfig(Section):
+    tensorboard: bool = True
+    watchdog_s: float = Field(120.0, gt=0, description="say who waits for whom when nothing moved for this long")
+
+
+class RunConfig(Section):
+    """A whole run. ``parallel.data`` is derived: learner_ranks / (tensor * pipeline * context)."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig
+    rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig
+    staleness: StalenessConfig = StalenessConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    launch: LaunchConfig = LaunchConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of data-parallel replicas of the learner."""
+        return self.launch.learner_ranks // (self.parallel.tensor * self.parallel.pipeline * self.parallel.context)
+
+    @property
+    def trajectories_per_step(self) -> int:
+        return self.train.groups_per_step * self.train.group_size

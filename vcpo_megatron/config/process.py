@@ -1,0 +1,63 @@
+"""What a process of the run is told by the one that starts it, through its environment.
+
+The same variables are set by the local launcher, by Slurm and by MPI, so a role is started the
+same way everywhere: ``python -m vcpo_megatron.ROLE`` with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
+and MASTER_PORT for learner ranks, and the VCPO_* variables below for all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .load import load_resolved
+from .models import RunConfig
+from .run_directory import RunDirectory
+
+#: A process that fails says so in a last line that begins with this, in its log.
+ERROR_PREFIX = "vcpo: error: "
+
+
+@dataclass(frozen=True)
+class ProcessContext:
+    """run_dir, attempt (from 1), resume_step (None: a fresh run), token (secret of the run),
+    control (address of the orchestrator's socket, "tcp://host:port"), server_ports (one a server)."""
+
+    run_dir: Path
+    attempt: int
+    resume_step: int | None
+    token: str
+    control: str
+    server_ports: tuple[int, ...]
+
+    def environment(self) -> dict[str, str]:
+        """Variables to set in a child's environment."""
+        return {
+            "VCPO_RUN_DIR": str(self.run_dir),
+            "VCPO_ATTEMPT": str(self.attempt),
+            "VCPO_RESUME_STEP": "" if self.resume_step is None else str(self.resume_step),
+            "VCPO_RUN_TOKEN": self.token,
+            "VCPO_CONTROL": self.control,
+            "VCPO_SERVER_PORTS": ",".join(map(str, self.server_ports)),
+        }
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> ProcessContext:
+        """Inverse of ``environment``; KeyError names the variable that is missing."""
+        return cls(
+            run_dir=Path(environ["VCPO_RUN_DIR"]),
+            attempt=int(environ["VCPO_ATTEMPT"]),
+            resume_step=int(environ["VCPO_RESUME_STEP"]) if environ["VCPO_RESUME_STEP"] else None,
+            token=environ["VCPO_RUN_TOKEN"],
+            control=environ["VCPO_CONTROL"],
+            server_ports=tuple(int(port) for port in environ["VCPO_SERVER_PORTS"].split(",") if port),
+        )
+
+    def config(self) -> RunConfig:
+        return load_resolved(self.directory.resolved)
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(self.run_dir)

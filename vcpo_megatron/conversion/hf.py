@@ -1,0 +1,154 @@
+"""A Hugging Face model folder, read lazily: config.json and single tensors of its safetensors files.
+
+Opening a folder reads headers only and checks them against each other, so that a missing, truncated
+or mixed-up file is reported, all problems in one line, before anything is built. Tensors are read
+one at a time; a model never sits in host memory as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .errors import ConversionError, listed
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+REMEDY = "download the model folder again in full (not as Git LFS pointers)"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class HFFolder:
+    """Reader of one folder; a context manager, or ``close`` it.
+
+    ``config`` is the parsed config.json. Raises ConversionError when the folder, config.json, the
+    index or a shard is missing or damaged, or when index and shards disagree.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise ConversionError(f"model folder {self.path} does not exist or is not a folder")
+        self.config: Mapping[str, Any] = _read_json(self.path / "config.json")
+        files, indexed = self._shards()
+        self._open: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        self._open_all(files)
+        if indexed is not None:
+            self._compare(indexed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the mapped files; the folder cannot be read after it."""
+        self._open.clear()
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._file_of)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from its header only."""
+        return tuple(self._shard(name).get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        """One whole tensor, on the CPU, in the dtype of the file.
+
+        Raises ConversionError when it is absent, of a dtype that is not a plain float, or holds nan or inf.
+        """
+        tensor = self._shard(name).get_tensor(name)
+        place = f"{self.path / self._file_of[name]}: tensor {name}"
+        if tensor.dtype not in DTYPES:
+            raise ConversionError(
+                f"{place} is {tensor.dtype}; only float32, bfloat16 and float16 weights are trained: "
+                "use the unquantised model"
+            )
+        if not bool(tensor.isfinite().all()):
+            bad = int((~tensor.isfinite()).sum())
+            raise ConversionError(f"{place} holds {bad} nan or infinite values of {tensor.numel()}: {REMEDY}")
+        return tensor
+
+    def _shards(self) -> tuple[list[str], Mapping[str, str] | None]:
+        """Files to open, and the index (tensor name -> file) where there is one."""
+        if (self.path / INDEX).is_file():
+            weight_map = _read_json(self.path / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise ConversionError(f"{self.path / INDEX} has no weight_map: {REMEDY}")
+            files = sorted(set(weight_map.values()))
+            missing = [name for name in files if not (self.path / name).is_file()]
+            if missing:
+                raise ConversionError(
+                    f"{self.path} misses {len(missing)} of {len(files)} weight files named in {INDEX}: "
+                    f"{listed(missing)}: {REMEDY}"
+                )
+            return files, weight_map
+        if (self.path / SINGLE).is_file():
+            return [SINGLE], None
+        raise ConversionError(
+            f"{self.path} holds neither {SINGLE} nor {INDEX}: weights are read from safetensors files only"
+        )
+
+    def _open_all(self, files: list[str]) -> None:
+        damaged, twice = [], []
+        for file in files:
+            try:
+                self._open[file] = safe_open(self.path / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                damaged.append(f"{file} ({' '.join(str(error).split())})")
+                continue
+            names: list[str] = self._open[file].keys()
+            for name in names:
+                if name in self._file_of:
+                    twice.append(f"{name} (in {self._file_of[name]} and {file})")
+                self._file_of[name] = file
+        if damaged:
+            raise ConversionError(f"{self.path}: damaged or truncated weight files {listed(damaged)}: {REMEDY}")
+        if twice:
+            raise ConversionError(f"{self.path}: tensors stored twice: {listed(twice)}: {REMEDY}")
+
+    def _compare(self, indexed: Mapping[str, str]) -> None:
+        wrong = [name for name, file in indexed.items() if self._file_of.get(name) != file]
+        if wrong:
+            raise ConversionError(f"{self.path}: tensors not in the file that {INDEX} names: {listed(wrong)}: {REMEDY}")
+        stray = self._file_of.keys() - indexed.keys()
+        if stray:
+            raise ConversionError(f"{self.path}: tensors not named in {INDEX}: {listed(sorted(stray))}: {REMEDY}")
+
+    def _shard(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise ConversionError(f"{self.path} has no tensor {name}")
+        return self._open[self._file_of[name]]
+
+
+def natural(name: str) -> tuple[object, ...]:
+    """Sort key that puts layer 2 before layer 10."""
+    return tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name))
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConversionError(f"{path} does not exist: give a Hugging Face model folder") from None
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"{path} cannot be read as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ConversionError(f"{path} holds {type(value).__name__}, expected a JSON object")
+    return value

@@ -1,0 +1,128 @@
+"""Prompts from JSONL and parquet files, and their order.
+
+A file's rows are addressed by the environment's own field names; ``environment.fields`` maps them
+to the names in the file ({"prompt": "question"}: the column "question" is the prompt). Every error
+names the file, the line (JSONL) or row (parquet), what is wrong, and what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .base import EnvironmentSetupError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One record. ``where`` is "FILE: line N", for errors; ``values`` are by the environment's names."""
+
+    where: str
+    values: Mapping[str, Any]
+
+
+def read_rows(path: Path, wanted: Sequence[str], fields: Mapping[str, str]) -> list[Row]:
+    """All records of ``path`` (.jsonl, or .parquet, which needs pyarrow), reduced to ``wanted``.
+
+    Raises EnvironmentSetupError for a missing, unreadable, malformed or empty file and for a record that
+    lacks a wanted field; at the first such record.
+    """
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise EnvironmentSetupError(f"{path}: unknown format {path.suffix!r}; give a .jsonl or .parquet file")
+    if not path.is_file():
+        raise EnvironmentSetupError(f"{path}: no such file; correct the path in [environment]")
+    if unknown := sorted(set(fields) - set(wanted)):
+        raise EnvironmentSetupError(
+            f"environment.fields names {', '.join(map(repr, unknown))}, which this environment does not read; "
+            f"it reads {', '.join(map(repr, wanted))}"
+        )
+    names = {name: fields.get(name, name) for name in wanted}
+    rows = [Row(where, _pick(record, names, where)) for where, record in readers[path.suffix](path)]
+    if not rows:
+        raise EnvironmentSetupError(f"{path}: the file holds no record; give at least one")
+    return rows
+
+
+def _pick(record: Mapping[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
+    for name, column in names.items():
+        if record.get(column) is None:
+            present = ", ".join(map(repr, sorted(record))) or "nothing"
+            raise EnvironmentSetupError(
+                f"{where}: field {column!r} is missing or null (present: {present}); "
+                f"add it, or set environment.fields.{name} to the name the file uses"
+            )
+    return {name: record[column] for name, column in names.items()}
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EnvironmentSetupError(f"{path}: cannot be read as UTF-8 text ({error}); correct the file") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}: line {number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise EnvironmentSetupError(
+                f"{where}: not JSON ({error.msg} at column {error.colno}); write one JSON object a line"
+            ) from error
+        if not isinstance(record, dict):
+            raise EnvironmentSetupError(
+                f"{where}: a JSON {type(record).__name__}, not an object; write {{\"field\": value}}"
+            )
+        yield where, record
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise EnvironmentSetupError(
+            f"{path}: reading parquet needs pyarrow; pip install pyarrow, or convert the file to JSONL"
+        ) from error
+    try:
+        records = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise EnvironmentSetupError(f"{path}: not a readable parquet file ({reason}); correct the file") from error
+    for number, record in enumerate(records, start=1):
+        yield f"{path}: row {number}", record
+
+
+class ShuffledOrder:
+    """An endless order over ``size`` rows: every epoch visits each row once, in an order of its own.
+
+    Random access, a function of (seed, index) alone: the same on every machine and library version,
+    since rows are sorted by a BLAKE2 hash of (seed, epoch, row).
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        if size < 1:
+            raise ValueError(f"an order needs at least one row, not {size}")
+        self._size = size
+        self._seed = seed
+        # Neighbouring indices straddle two epochs at most; requeued ones may lie one further back.
+        self._permutation = functools.lru_cache(maxsize=3)(self._make_permutation)
+
+    def __call__(self, index: int) -> tuple[int, int]:
+        """(epoch, row) of position ``index`` >= 0 of the stream."""
+        if index < 0:
+            raise ValueError(f"index {index} is negative")
+        epoch, position = divmod(index, self._size)
+        return epoch, self._permutation(epoch)[position]
+
+    def _make_permutation(self, epoch: int) -> list[int]:
+        def key(row: int) -> bytes:
+            return hashlib.blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=16).digest()
+
+        return sorted(range(self._size), key=key)

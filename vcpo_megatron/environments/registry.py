@@ -1,0 +1,68 @@
+"""Environments by name: built-in ones, and a user's own as "package.module:factory".
+
+A factory is called with (EnvironmentConfig, tokenizer_dir, seed), returns an ``Environment`` and
+raises ``EnvironmentSetupError`` with everything that is wrong with its settings.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+from ..config.models import EnvironmentConfig
+from . import modular_sum
+from .base import Environment, EnvironmentSetupError
+
+Factory = Callable[[EnvironmentConfig, Path, int], Environment]
+
+BUILT_IN: dict[str, Factory] = {modular_sum.NAME: modular_sum.ModularSum}
+
+
+def _factory(name: str) -> Factory:
+    if ":" not in name:
+        if name not in BUILT_IN:
+            raise EnvironmentSetupError(
+                f"environment.name = {name!r}: unknown; known are {', '.join(sorted(BUILT_IN))}, "
+                "and your own as 'package.module:factory'"
+            )
+        return BUILT_IN[name]
+    module_name, _, attribute = name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise EnvironmentSetupError(
+            f"environment.name = {name!r}: {error}; give 'package.module:factory' that Python can import"
+        ) from error
+    if not callable(factory):
+        raise EnvironmentSetupError(f"environment.name = {name!r}: {attribute} is not callable; name a factory")
+    return factory
+
+
+def make_environment(config: EnvironmentConfig, tokenizer_dir: Path, seed: int) -> Environment:
+    """The environment of a run; EnvironmentSetupError lists all that is wrong.
+
+    ``tokenizer_dir`` is the model's folder (``tokenizer.json``); ``seed`` settles order and prompts.
+    """
+    return _factory(config.name)(config, tokenizer_dir, seed)
+
+
+def validate_environment(
+    config: EnvironmentConfig, tokenizer_dir: Path, seed: int, context_length: int
+) -> list[str]:
+    """All problems found before a start, one line each; [] when the environment can be made and fits.
+
+    ``context_length`` is the longest sequence of the model in tokens.
+    """
+    try:
+        environment = make_environment(config, tokenizer_dir, seed)
+    except EnvironmentSetupError as error:
+        return list(error.problems)
+    prompt = environment.max_prompt_tokens
+    answer = environment.sampling.get("max_new_tokens", 1)
+    if prompt + answer > context_length:
+        return [
+            f"environment {config.name}: a prompt of {prompt} tokens and an answer of {answer} exceed the model's "
+            f"context of {context_length}; shorten the prompts or take a model with a longer context"
+        ]
+    return []

@@ -1,0 +1,180 @@
+"""``vcpo train`` on one host: the supervisor, which starts the processes of a run and outlives none of them.
+
+    supervisor ──┬── orchestrator ──── rollout servers (the orchestrator's children)
+                 ├── learner rank 0..R-1
+                 └── guard (acts only when the supervisor was killed with SIGKILL)
+
+Exit codes: 0 done; 1 failed, with one line on standard error; 2 a process refused the configuration; 128 + N
+stopped by signal N (SIGINT 130, SIGTERM 143): after a checkpoint on the first signal, at once on the second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ..config.load import dump_resolved
+from ..config.models import RunConfig
+from ..config.process import ERROR_PREFIX, ProcessContext
+from ..config.run_directory import RunDirectory, write_atomically
+from ..observability.progress import Progress
+from ..observability.sinks import JsonlFollower, read_rows
+from ..transport.child import start_child
+from . import workspace
+from .devices import visible_gpus
+from .placement import MODULES, PlacementError, Plan, Process, plan_local
+from .ports import PortError, Ports, choose_ports
+from .supervision import Child, Ending, Supervisor, caught_signals, no_orphans
+
+HOST = "127.0.0.1"
+
+Command = Callable[[Process], Sequence[str]]
+
+
+def module_command(process: Process) -> Sequence[str]:
+    """The command of a process of the run: its role's module under this interpreter."""
+    return (sys.executable, "-m", MODULES[process.role])
+
+
+def run(config: RunConfig, directory: RunDirectory, *, resume: bool, command: Command = module_command) -> int:
+    """Run ``config`` in ``directory`` to its end and return the exit code for the shell; see the module.
+
+    ``resume`` continues from the newest complete checkpoint, or from the start when there is none. Call it from
+    the main thread. ``command`` makes the command line of a process (tests start small stand-ins).
+    """
+    directory = RunDirectory(directory.path.resolve())
+    try:
+        workspace.prepare(directory)
+        with workspace.locked(directory):
+            return _run_locked(config, directory, resume, command)
+    except (workspace.RunDirectoryError, PortError, PlacementError) as error:
+        _complain(str(error))
+        return 1
+
+
+def _run_locked(config: RunConfig, directory: RunDirectory, resume: bool, command: Command) -> int:
+    if not resume:
+        workspace.refuse_used(directory)
+    plan = plan_local(config, gpus=visible_gpus(), host=HOST)
+    ports = choose_ports(plan)
+    context = _context(directory, ports, resume)
+    write_atomically(directory.resolved, dump_resolved(config))
+    progress = Progress(config.train.steps, first_step=context.resume_step or 0)
+    follower = JsonlFollower(directory.metrics)
+    follower.poll()  # rows of an earlier attempt: the orchestrator is about to cut them back
+
+    def watch() -> None:
+        for row in follower.poll():
+            progress.show(row)
+
+    with caught_signals() as signals, no_orphans(), _guarded(context.token), contextlib.closing(progress):
+        children = [_start(process, plan, ports, context, command) for process in (plan.orchestrator, *plan.learners)]
+        supervisor = Supervisor(
+            children, signals, timeout_s=config.launch.timeout_s, watch=watch, say=progress.say
+        )
+        ending = supervisor.run()
+        watch()
+    _report(ending, config, directory)
+    return ending.exit_code
+
+
+def _context(directory: RunDirectory, ports: Ports, resume: bool) -> ProcessContext:
+    step = workspace.newest_checkpoint(directory) if resume else None
+    if resume:
+        where = "no complete checkpoint yet: starting at step 0" if step is None else f"resuming from step_{step}"
+        print(f"{directory.path}: {where}", flush=True)
+    return ProcessContext(
+        run_dir=directory.path,
+        attempt=workspace.next_attempt(directory),
+        resume_step=step,
+        token=secrets.token_hex(16),
+        control=f"tcp://{HOST}:{ports.control}",
+        server_ports=ports.servers,
+    )
+
+
+def _start(process: Process, plan: Plan, ports: Ports, context: ProcessContext, command: Command) -> Child:
+    """Start one process of the plan; its output goes to its log."""
+    log = context.run_dir / process.log
+    env = role_environment(process, plan, ports.master) | context.environment()
+    return Child(process.role, process.rank, start_child(command(process), env=env, log=log), log)
+
+
+def role_environment(
+    process: Process, plan: Plan, master_port: int, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Variables that the orchestrator or a learner rank gets by its place in ``plan``.
+
+    One thread a process unless the user says otherwise: ranks and servers share the cores. On GPUs the learner ranks
+    see those of all learner ranks, in order of rank, and take number LOCAL_RANK; the orchestrator sees those of the
+    servers, which it starts, likewise.
+    """
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    env = {name: environ.get(name, value) for name, value in defaults.items()}
+    partition = plan.learners if process.role == "learner" else plan.servers
+    if devices := [device for member in partition for device in member.devices]:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    if process.role == "learner":
+        env |= {
+            "RANK": str(process.rank),
+            "LOCAL_RANK": str(process.rank),
+            "WORLD_SIZE": str(len(plan.learners)),
+            "MASTER_ADDR": process.host,
+            "MASTER_PORT": str(master_port),
+        }
+    return env
+
+
+@contextlib.contextmanager
+def _guarded(token: str) -> Iterator[None]:
+    """A guard lives meanwhile: see ``guard``. The token goes through a pipe: command lines are public."""
+    environment = {name: value for name, value in os.environ.items() if name != "VCPO_RUN_TOKEN"}
+    guard = subprocess.Popen(
+        (sys.executable, "-m", "vcpo_megatron.launch.guard"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env=environment,
+    )
+    assert guard.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # the guard itself was killed: the run goes on without
+        guard.stdin.write(f"VCPO_RUN_TOKEN={token}\n".encode())
+        guard.stdin.flush()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            guard.stdin.write(b"done\n")
+            guard.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            guard.wait(timeout=5.0)
+
+
+def _complain(message: str) -> None:
+    print(f"{ERROR_PREFIX}{message}", file=sys.stderr, flush=True)
+
+
+def _report(ending: Ending, config: RunConfig, directory: RunDirectory) -> None:
+    """The last lines of a run: what happened, what was reached, how to go on."""
+    for warning in ending.warnings:
+        print(f"vcpo: warning: {warning}", file=sys.stderr, flush=True)
+    if ending.error is not None:
+        _complain(ending.error)
+    rows = read_rows(directory.metrics)
+    done = int(rows[-1]["step"]) + 1 if rows else 0
+    parts = [f"{done} of {config.train.steps} steps"]
+    evaluated = [row for row in rows if math.isfinite(row.get("eval/accuracy", math.nan))]
+    if evaluated:
+        parts.append(f"last eval accuracy {evaluated[-1]['eval/accuracy']:.4f}")
+    state = "failed" if ending.error else f"stopped by {ending.stopped_by}" if ending.stopped_by else "done"
+    print(f"{state}: {', '.join(parts)}; run directory: {directory.path}")
+    if ending.exit_code != 0:
+        step = workspace.newest_checkpoint(directory)
+        saved = "no complete checkpoint" if step is None else f"newest complete checkpoint: step_{step}"
+        print(f"{saved}; continue with: {workspace.resume_command(directory)}", flush=True)

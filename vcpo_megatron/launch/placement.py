@@ -1,0 +1,97 @@
+"""Which processes make up a run on this host, and what each one gets: a pure function of the configuration.
+
+Nothing is started, bound or looked up here. ``port`` 0 means that a free port is chosen at start;
+``devices`` are GPUs
+as CUDA_VISIBLE_DEVICES names them (empty: the process runs on CPUs). The learner's partition comes first,
+the rollout servers take the devices after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..config.models import RunConfig
+from ..config.run_directory import RunDirectory
+
+Role = Literal["orchestrator", "learner", "server"]
+
+#: Module that ``python -m`` runs for a role.
+MODULES: dict[Role, str] = {
+    "orchestrator": "vcpo_megatron.orchestrator",
+    "learner": "vcpo_megatron.learner",
+    "server": "vcpo_megatron.rollout.embedded",
+}
+
+
+class PlacementError(ValueError):
+    """The host has too few devices for the run; the message names the numbers and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of the run.
+
+    port  None: it listens on none; 0: any free one, chosen at start. The orchestrator's is the
+          control socket, learner rank 0's the rendezvous, a server's its HTTP port
+    log   relative to the run directory
+    """
+
+    role: Role
+    rank: int
+    host: str
+    devices: tuple[str, ...]
+    port: int | None
+    log: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All processes of a run: orchestrator, learner ranks in order, servers in order."""
+
+    processes: tuple[Process, ...]
+
+    def of(self, role: Role) -> tuple[Process, ...]:
+        """Processes of one role, by rank."""
+        return tuple(process for process in self.processes if process.role == role)
+
+    @property
+    def orchestrator(self) -> Process:
+        return self.of("orchestrator")[0]
+
+    @property
+    def learners(self) -> tuple[Process, ...]:
+        return self.of("learner")
+
+    @property
+    def servers(self) -> tuple[Process, ...]:
+        return self.of("server")
+
+
+def plan_local(config: RunConfig, *, gpus: Sequence[str] = (), host: str = "127.0.0.1") -> Plan:
+    """Processes of ``config`` on one host with the GPUs ``gpus``; without any, all run on CPUs.
+
+    Raises PlacementError when there are GPUs, but fewer than one a learner rank and one a server.
+    """
+    ranks = config.launch.learner_ranks
+    servers = config.rollout.servers if config.rollout.engine == "embedded" else 0
+    if gpus and len(gpus) < ranks + servers:
+        raise PlacementError(
+            f"launch.learner_ranks = {ranks} and rollout.servers = {servers} need {ranks + servers} GPUs, "
+            f"{len(gpus)} visible; lower them, or hide the GPUs (CUDA_VISIBLE_DEVICES= ) to run on CPUs"
+        )
+
+    def process(role: Role, rank: int, devices: Sequence[str], port: int | None) -> Process:
+        log = RunDirectory(Path()).log(role, rank)
+        return Process(role, rank, host, tuple(devices), port, log)
+
+    processes = [process("orchestrator", 0, (), config.launch.control_port)]
+    for rank in range(ranks):
+        port = config.launch.master_port if rank == 0 else None
+        processes.append(process("learner", rank, gpus[rank : rank + 1], port))
+    for rank in range(servers):
+        port = config.rollout.port + rank if config.rollout.port else 0
+        processes.append(process("server", rank, gpus[ranks + rank : ranks + rank + 1], port))
+    return Plan(tuple(processes))

@@ -1,0 +1,97 @@
+"""The run directory before any process starts: may it be used, by whom, and from which step."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..config.run_directory import RunDirectory, write_atomically
+
+
+class RunDirectoryError(RuntimeError):
+    """The run directory cannot be used; the message names it and the remedy."""
+
+
+def prepare(directory: RunDirectory) -> None:
+    """Make the run directory and ``logs`` and try to write there; RunDirectoryError when that fails."""
+    try:
+        directory.logs.mkdir(parents=True, exist_ok=True)
+        probe = directory.path / f".writable.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise RunDirectoryError(
+            f"run directory {directory.path} cannot be written: {error.strerror}; choose another with --run-dir"
+        ) from error
+
+
+def refuse_used(directory: RunDirectory) -> None:
+    """RunDirectoryError when a run has left results here, so that a fresh one would mix with them.
+
+    An attempt that ended before its first rollout left logs only and is no obstacle.
+    """
+    for path in (directory.metrics, directory.store, directory.checkpoints):
+        if path.exists():
+            raise RunDirectoryError(
+                f"run directory {directory.path} holds a run already ({path.name}); continue it with --resume or "
+                "choose another with --run-dir"
+            )
+
+
+@contextlib.contextmanager
+def locked(directory: RunDirectory) -> Iterator[None]:
+    """Hold the run directory's lock; RunDirectoryError when another process holds it.
+
+    The kernel gives the lock back when the holder dies, however it dies.
+    """
+    path = directory.path / ".lock"
+    with open(path, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise RunDirectoryError(
+                f"run directory {directory.path} is in use by another run (pid {holder}); "
+                "stop it or choose another with --run-dir"
+            ) from error
+        except OSError as error:
+            raise RunDirectoryError(
+                f"run directory {directory.path}: its file system offers no lock ({error.strerror}); "
+                "choose one that does with --run-dir"
+            ) from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def _attempts(directory: RunDirectory) -> Path:
+    return directory.path / "attempts"
+
+
+def next_attempt(directory: RunDirectory) -> int:
+    """Count one more attempt, durably, and return its number, from 1. Call it with the lock held."""
+    path = _attempts(directory)
+    try:
+        attempt = int(path.read_text()) + 1 if path.exists() else 1
+    except ValueError as error:
+        raise RunDirectoryError(f"{path} holds no number; write the number of attempts made so far") from error
+    write_atomically(path, f"{attempt}\n")
+    return attempt
+
+
+def newest_checkpoint(directory: RunDirectory) -> int | None:
+    """Step of the newest complete checkpoint."""
+    steps = directory.complete_steps()
+    return steps[-1] if steps else None
+
+
+def resume_command(directory: RunDirectory) -> str:
+    """What a user types to continue the run."""
+    path = shlex.quote(str(directory.path))
+    return f"vcpo train {shlex.quote(str(directory.resolved))} --run-dir {path} --resume"

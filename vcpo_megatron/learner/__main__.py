@@ -1,0 +1,41 @@
+"""``python -m vcpo_megatron.learner``: one learner rank, told by its environment (config/process.py)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from ..config.process import ERROR_PREFIX, ProcessContext
+from . import platform
+
+
+def main() -> int:
+    """Run the rank; 0 when it was told to stop, 1 with a last line that says why."""
+    worker = None
+    try:
+        context = ProcessContext.from_environment()
+        config = context.config()
+        platform.prepare()
+        from .worker import Worker
+
+        worker = Worker(config, context)
+        worker.run()
+        worker.close()
+        return 0
+    except Exception as error:  # the rank's fault boundary: everything ends up in the log, and in its last line
+        traceback.print_exc()
+        if worker is not None:
+            worker.report_failure(error)
+            worker.close()
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"{ERROR_PREFIX}learner rank {os.environ.get('RANK', '?')}: {message}", file=sys.stderr, flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Collectives' threads of a broken world may never end: leave without waiting for them.
+    os._exit(status)

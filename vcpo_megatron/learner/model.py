@@ -1,0 +1,154 @@
+"""Megatron's GPTModel for a Hugging Face model, with the weights of this rank's shard.
+
+The local layer spec is used with two modules of our own (layers.py); TransformerConfig keeps every
+fusion off that would hide a layer's input from the per-trajectory gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from ..config.models import RunConfig
+from ..conversion.families import Family, ModelShape, family_for
+from ..conversion.hf import HFFolder
+from ..conversion.shards import load_shard
+from . import platform
+from .layers import PackedAttention, RMSNorm
+from .parallel import Parallel
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfig:
+    """Megatron's configuration of the model in the run's layout."""
+    dtype = _DTYPES[config.model.dtype]
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_key_value_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=config.parallel.tensor,
+        pipeline_model_parallel_size=config.parallel.pipeline,
+        # every value is read from the checkpoint; what Megatron would draw at random is never used
+        perform_initialization=False,
+        use_cpu_initialization=not platform.has_gpu(),
+        # packs differ in length; Megatron asks for this dispatcher even in dense models then
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # the schedule must not rescale: losses are normalised over the global batch by us
+        calculate_per_token_loss=True,
+        # fusions would hide layer inputs, or add weight gradients past the accumulators
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+
+
+def padded_vocabulary(config: RunConfig, shape: ModelShape) -> int:
+    """Vocabulary size rounded up to ``model.vocab_multiple``."""
+    multiple = config.model.vocab_multiple
+    return -(-shape.vocab_size // multiple) * multiple
+
+
+def global_name(chunk: GPTModel, name: str) -> str:
+    """Name of a parameter with its layer counted over all pipeline stages."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+    return ".".join(parts)
+
+
+def describe(config: RunConfig) -> tuple[HFFolder, Family, ModelShape]:
+    """The run's model folder, its family and its shape; one clear error for what is not supported."""
+    folder = HFFolder(config.model.path)
+    family = family_for(folder.config)
+    return folder, family, family.model_shape(folder.config)
+
+
+def build_model(config: RunConfig, parallel: Parallel, *, load: bool) -> tuple[GPTModel, Family, ModelShape]:
+    """This rank's part of the model; ``load`` reads its weights from ``model.path``."""
+    folder, family, shape = describe(config)
+    megatron = transformer_config(config, shape)
+    padded = padded_vocabulary(config, shape)
+    model = GPTModel(
+        config=megatron,
+        transformer_layer_spec=_layer_spec(megatron),
+        vocab_size=padded,
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=parallel.is_first_stage,
+        post_process=parallel.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+    )
+    model.to(platform.device())
+    _mark_tensor_parallel(model, family, parallel)
+    if load:
+        _load_weights(model, folder, family, shape, parallel, padded)
+    return model, family, shape
+
+
+def _mark_tensor_parallel(model: GPTModel, family: Family, parallel: Parallel) -> None:
+    """Tell Megatron which parameters are cut; it does so itself only where it draws random weights.
+
+    Without the mark its gradient norm would count the shards of other ranks as copies.
+    """
+    for name, parameter in model.named_parameters():
+        dim = family.partition_dim(global_name(model, name))
+        if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, parallel.tensor_size > 1, dim, 1)
+
+
+def _load_weights(
+    model: GPTModel, folder: HFFolder, family: Family, shape: ModelShape, parallel: Parallel, padded: int
+) -> None:
+    """Fill every parameter, exactly once, from the folder; only this rank's shards are read."""
+    parameters = {global_name(model, name): parameter for name, parameter in model.named_parameters()}
+    shards = load_shard(folder, family, shape, parameters, parallel.tensor_rank, parallel.tensor_size, padded)
+    missing = set(parameters)
+    for name, tensor in shards:
+        parameter = parameters[name]
+        if tensor.shape != parameter.shape:
+            raise ValueError(
+                f"{folder.path}: {name} has shape {list(tensor.shape)} in the checkpoint but "
+                f"{list(parameter.shape)} in the model; config.json and the weights do not belong together"
+            )
+        parameter.data.copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise ValueError(f"{folder.path}: no weights for {', '.join(sorted(missing))}")

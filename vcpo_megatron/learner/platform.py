@@ -1,0 +1,114 @@
+"""The one place that knows whether the learner runs on GPUs (NCCL) or on CPUs (gloo).
+
+Megatron-core asks torch.cuda in many places. Where there is no GPU, ``install`` replaces those
+questions by plain CPU answers before any Megatron object is built; every replacement is an
+attribute of torch or of a Megatron module and has its reason beside it. With a GPU nothing is
+replaced, so the GPU path is Megatron's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+
+def has_gpu() -> bool:
+    """True where learner ranks use GPUs."""
+    return torch.cuda.is_available()
+
+
+def backend() -> str:
+    """torch.distributed backend of the learner's groups."""
+    return "nccl" if has_gpu() else "gloo"
+
+
+def device() -> torch.device:
+    """Device of this rank's parameters and activations."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _CPU
+
+
+def prepare() -> None:
+    """Bind this process to its GPU, or make Megatron run on CPUs. Call before Megatron objects exist."""
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    if has_gpu():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        return
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    _answer_for_cuda()
+    _mend_megatron()
+
+
+class _NullStream:
+    """Stands for side streams and events: on CPUs everything is already in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> _NullStream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """``factory`` with device="cuda" read as the CPU and pin_memory dropped."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("device")
+        if asked is not None and torch.device(asked).type == "cuda":
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return call
+
+
+def _answer_for_cuda() -> None:
+    # device=torch.cuda.current_device(); synchronize and empty_cache are barriers of the device.
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *a, **k: None  # type: ignore[assignment]
+    torch.cuda.empty_cache = lambda: None  # type: ignore[assignment]
+    # Literal device="cuda" in factories, and tensor.cuda().
+    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign,assignment]
+    # Side streams of the MoE dispatchers.
+    null = _NullStream()
+    torch.cuda.Stream = torch.cuda.Event = _NullStream  # type: ignore[misc,assignment]
+    torch.cuda.current_stream = lambda *a, **k: null  # type: ignore[assignment]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
+    # The model-parallel RNG tracker keeps states of the CPU generator.
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    torch.cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()  # type: ignore[assignment]
+    # Optimizers sort parameters by type() == "torch.cuda.FloatTensor".
+    tensor_type = torch.Tensor.type
+
+    def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = tensor_type(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    torch.Tensor.type = cuda_type  # type: ignore[method-assign]
+
+
+def _mend_megatron() -> None:
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+    # 0.16.1 leaves this name undefined without TransformerEngine and then compares it with None.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # Split sizes stay tensors when they already are on the CPU; all_to_all_single wants lists.
+    dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, record_stream=False: (
+        t.numpy() if as_numpy and torch.is_tensor(t) else t
+    )

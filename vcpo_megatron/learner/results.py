@@ -1,0 +1,178 @@
+"""What a step found, row by row: agreed on by one reduction, then turned into metrics and results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..algorithm.advantages import GroupScale
+from ..types import Batch, TrajectoryResult
+from .packing import Row
+
+
+class RowTable:
+    """Numbers of the N trajectories of a batch, float64 on the CPU; a rank fills the rows that it knows.
+
+    Columns: owners (how many ranks claim the row), log_ratio, logprob_sum (sum of v_t log pi_t over
+    sampled tokens, v_t the token weight or 1), entropy_sum, has_norm, grad_norm, baseline, fell_back.
+    """
+
+    _COLUMNS = ("owners", "log_ratio", "logprob_sum", "entropy_sum", "has_norm", "grad_norm", "baseline", "fell_back")
+
+    def __init__(self, rows: int, values: torch.Tensor | None = None, non_finite: float = 0.0) -> None:
+        self._values = torch.zeros(rows, len(self._COLUMNS), dtype=torch.float64) if values is None else values
+        self._non_finite_gradients = non_finite
+
+    def record_forward(
+        self, rows: Sequence[int], log_ratio: torch.Tensor, logprob_sum: torch.Tensor, entropy_sum: torch.Tensor
+    ) -> None:
+        """What a forward of these rows gave, float64 [n] each."""
+        ones = torch.ones(len(rows), dtype=torch.float64)
+        self._values[list(rows), :4] = torch.stack([ones, log_ratio, logprob_sum, entropy_sum], dim=1)
+
+    def record_baseline(self, rows: Sequence[int], norms: torch.Tensor, baseline: float, fell_back: bool) -> None:
+        """|g_i| float64 [n] and b_g of one group."""
+        index = list(rows)
+        self._values[index, 4] = 1.0
+        self._values[index, 5] = norms.double()
+        self._values[index, 6] = baseline
+        self._values[index, 7] = float(fell_back)
+
+    def packed(self, non_finite_gradients: float) -> torch.Tensor:
+        """One vector to be summed over ranks; ``non_finite_gradients`` is 1.0 where this rank found any."""
+        return torch.cat([self._values.reshape(-1), torch.tensor([non_finite_gradients], dtype=torch.float64)])
+
+    @classmethod
+    def from_sum(cls, packed: torch.Tensor) -> RowTable:
+        """The table that all ranks agree on; RuntimeError when a row has no owner or several."""
+        values = packed[:-1].reshape(-1, len(cls._COLUMNS))
+        table = cls(len(values), values, float(packed[-1]))
+        if not bool((table._column("owners") == 1).all()):
+            raise RuntimeError("a trajectory of the batch was computed by no rank, or by several")
+        return table
+
+    def _column(self, name: str) -> torch.Tensor:
+        return self._values[:, self._COLUMNS.index(name)]
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """l_i; a view that may be written."""
+        return self._column("log_ratio")
+
+    @property
+    def logprob_sum(self) -> torch.Tensor:
+        return self._column("logprob_sum")
+
+    @property
+    def entropy_sum(self) -> torch.Tensor:
+        return self._column("entropy_sum")
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """|g_i|; nan for a trajectory without exact norm."""
+        return torch.where(self._column("has_norm") > 0, self._column("grad_norm"), math.nan)
+
+    @property
+    def baseline(self) -> torch.Tensor:
+        """b_g where OPOB gave it; meaningful where ``grad_norm`` is not nan."""
+        return self._column("baseline")
+
+    @property
+    def fell_back(self) -> torch.Tensor:
+        return self._column("fell_back") > 0
+
+    @property
+    def finite(self) -> bool:
+        """True when every log ratio, norm and gradient on every rank is finite."""
+        norms = self._column("grad_norm")[self._column("has_norm") > 0]
+        return bool(self.log_ratio.isfinite().all() and norms.isfinite().all()) and self._non_finite_gradients == 0.0
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """What is known of the N rows before the step, in the order of the batch.
+
+    rewards, inverse_std, default_baseline, token_coefficients, sampled_tokens: float64 [N];
+    has_variance: bool [N], of the row's group. The default baseline stands where OPOB was not taken.
+    """
+
+    rewards: torch.Tensor
+    inverse_std: torch.Tensor
+    default_baseline: torch.Tensor
+    has_variance: torch.Tensor
+    token_coefficients: torch.Tensor
+    sampled_tokens: torch.Tensor
+    group_sizes: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, groups: Sequence[Sequence[Row]], scales: Sequence[GroupScale], coefficients: torch.Tensor, baseline: str
+    ) -> RowFacts:
+        """Facts of the rows of ``groups``; ``scales`` has one entry a group, ``coefficients`` one a row."""
+        rows = [row.trajectory for group in groups for row in group]
+        sizes = torch.tensor([len(group) for group in groups], dtype=torch.int64)
+
+        def column(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes)
+
+        return cls(
+            rewards=torch.tensor([t.reward for t in rows], dtype=torch.float64),
+            inverse_std=column([scale.inverse_std for scale in scales]),
+            default_baseline=column([0.0 if baseline == "zero" else scale.mean for scale in scales]),
+            has_variance=column([float(scale.has_variance) for scale in scales]) > 0,
+            token_coefficients=coefficients,
+            sampled_tokens=torch.tensor([t.num_sampled for t in rows], dtype=torch.float64),
+            group_sizes=tuple(sizes.tolist()),
+        )
+
+    def baselines(self, table: RowTable) -> torch.Tensor:
+        """b of every row: OPOB's where it was taken, else the default of the method."""
+        return torch.where(table.grad_norm.isnan(), self.default_baseline, table.baseline)
+
+
+def step_metrics(
+    table: RowTable, facts: RowFacts, weights: torch.Tensor, *, ess_ratio: float, ess_ratio_truncated: float,
+    ess_scale: float, learning_rate: float, total_norm: float, skipped: bool, seconds: float,
+) -> dict[str, float]:  # fmt: skip
+    """The learner's share of a row of ``metrics.jsonl``."""
+    advantage = torch.where(facts.has_variance, (facts.rewards - facts.baselines(table)) * facts.inverse_std, 0.0)
+    norms = table.grad_norm[~table.grad_norm.isnan()]
+    tokens = facts.sampled_tokens.sum()
+    starts = torch.tensor([0, *facts.group_sizes[:-1]]).cumsum(0)
+    return {
+        "loss": -float((advantage * weights * facts.token_coefficients * table.logprob_sum).sum()),
+        "reward/mean": float(facts.rewards.mean()),
+        "ess/ratio": ess_ratio,
+        "ess/ratio_truncated": ess_ratio_truncated,
+        "ess/lr_scale": ess_scale,
+        "lr/effective": learning_rate,
+        "weight/max": float(weights.max()),
+        "grad_norm/total": total_norm,
+        "grad_norm/trajectory_mean": float(norms.mean()) if len(norms) else math.nan,
+        "grad_norm/trajectory_max": float(norms.max()) if len(norms) else math.nan,
+        "baseline/fallbacks": float(table.fell_back[starts].sum()),
+        "groups/zero_variance": float((~facts.has_variance)[starts].sum()),
+        "kl/behavior": -float(table.log_ratio.sum() / tokens),
+        "entropy": float(table.entropy_sum.sum() / tokens),
+        "tokens/trained": float(tokens),
+        "time/forward_backward": seconds,
+        "step/skipped": float(skipped),
+    }
+
+
+def trajectory_results(
+    table: RowTable, facts: RowFacts, weights: torch.Tensor, batch: Batch
+) -> tuple[TrajectoryResult, ...]:
+    """One result a trajectory, in the order of the batch."""
+    rows = zip(
+        (t for group in batch.groups for t in group.trajectories),
+        table.log_ratio.tolist(), weights.tolist(), table.grad_norm.tolist(), facts.baselines(table).tolist(),
+        strict=True,
+    )  # fmt: skip
+    return tuple(
+        TrajectoryResult(t.group_id, t.sample_index, log_ratio, weight, norm, baseline)
+        for t, log_ratio, weight, norm, baseline in rows
+    )

@@ -1,0 +1,337 @@
+"""One optimizer step of VCPO (arXiv 2602.17616) on Megatron's schedule. Reads like the method.
+
+    l_i   = sum_t log pi_theta - log mu                     the forward that is differentiated gives it
+    w_i   = min(exp(l_i), c)
+    b_g   = sum_i p_i R_i,  p = softmax(2 log u_i + 2 log |g_i|)
+    G     = sum_g sum_i (R_i - b_g)/std_g  w_i g_i + a g_i   one backward pass, unweighted activations' gradients
+    ratio = ESS / N of exp(l_i)
+    lr    = lr * min(1, ratio / base)^p                     the same on every rank
+
+A loss is minimised, so what flows backward is -g_i; everything is linear in it and norms do not care.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from ..algorithm import baselines, importance, normalization
+from ..algorithm.advantages import GroupScale, group_scale
+from ..algorithm.ess import ess_ratio, step_scale
+from ..config.models import AlgorithmConfig, RunConfig
+from ..types import Batch, PolicyVersion, StepResult
+from . import platform
+from .layers import PackParams
+from .logprobs import token_logprobs
+from .opob_sums import OpobSums
+from .packing import Pack, Row, assign_groups, batch_rows, make_pack, split_into_packs
+from .parallel import Parallel, agree_sum
+from .results import RowFacts, RowTable, step_metrics, trajectory_results
+from .score_gradients import PackScores, ScoreSwitch, attach
+from .training import Trainable
+
+
+@dataclass
+class _Coefficients:
+    """Per-trajectory numbers that a pack's backward needs, float64 [n] each.
+
+    gradient  r_i = w_i (R_i - m_g) / std_g + a        sums  q_i = w_i
+    """
+
+    gradient: torch.Tensor
+    sums: torch.Tensor
+
+
+@dataclass
+class EssState:
+    """What the step size and the anchor remember between steps; part of a checkpoint."""
+
+    previous_ratio: float = 1.0
+
+
+class VcpoStep:
+    """The learner's step. Built once; ``run`` is called by all ranks with the same batch."""
+
+    def __init__(self, config: RunConfig, parallel: Parallel, trainable: Trainable) -> None:
+        self.config = config
+        self.parallel = parallel
+        self.trainable = trainable
+        self.ess_state = EssState()
+        self._device = platform.device()
+        self._forward_backward = get_forward_backward_func()
+        self._exact_norms = config.algorithm.baseline == "opob"
+        self._switch = ScoreSwitch()
+        self._sums: OpobSums | None = None
+        if self._exact_norms:
+            parameters = attach(
+                trainable.model, self._switch, parallel.tensor_group, prefix="",
+                tied=trainable.shape.tie_word_embeddings,
+            )  # fmt: skip
+            self._sums = OpobSums(parameters, parallel, self._correction, config.algorithm.opob_accumulators)
+        self._scales: list[GroupScale] = []
+        self._table = RowTable(0)
+        self._facts = RowFacts.of([], [], torch.zeros(0, dtype=torch.float64), "opob")
+        self._sends: list[dist.Work] = []
+
+    @property
+    def accumulators(self) -> int:
+        """Gradient-sized accumulators that this rank holds for the baseline."""
+        return 0 if self._sums is None else self._sums.accumulators
+
+    # --- the method ---------------------------------------------------------------------------
+
+    def run(self, batch: Batch, version: PolicyVersion) -> StepResult:
+        """Take one step on ``batch``; ``version`` names the policy that it makes.
+
+        Every rank returns the same result. A step with a non-finite number leaves parameters, optimizer
+        and schedule unchanged and says so.
+        """
+        started = time.perf_counter()
+        silent, packs = self._plan(batch)
+        self.trainable.zero_gradients()
+        self._forward_only(silent)  # groups of one reward have no gradient, but ESS needs their l_i
+        self._forward_and_backward(packs)  # l_i -> w_i -> r_i, q_i; |g_i|; b_g
+        finalize_model_grads([self.trainable.wrapped])
+        table = self._agree()
+        ratio = self._ess_ratio(table.log_ratio, self.config.algorithm.ess_weights)
+        scale = self._step_scale(ratio)
+        skipped = "" if math.isfinite(ratio) and table.finite else "non-finite step"
+        learning_rate, total_norm = math.nan, math.nan
+        if not skipped:
+            learning_rate = self._agreed(self.trainable.scheduled_learning_rate() * scale)
+            total_norm = self.trainable.optimizer_step(learning_rate)
+            self.ess_state.previous_ratio = ratio
+        facts, weights = self._facts, gradient_weights(table.log_ratio, self.config.algorithm)
+        metrics = step_metrics(
+            table, facts, weights, ess_ratio=ratio, ess_ratio_truncated=self._ess_ratio(table.log_ratio, "truncated"),
+            ess_scale=scale, learning_rate=learning_rate, total_norm=total_norm, skipped=bool(skipped),
+            seconds=time.perf_counter() - started,
+        )  # fmt: skip
+        return StepResult(batch.step, version, skipped, metrics, trajectory_results(table, facts, weights, batch))
+
+    def _ess_ratio(self, log_ratio: torch.Tensor, weights: str) -> float:
+        if weights == "truncated":
+            log_ratio = importance.truncated_log_weights(log_ratio, self.config.algorithm.is_threshold)
+        return ess_ratio(log_ratio)
+
+    def _step_scale(self, ratio: float) -> float:
+        algorithm = self.config.algorithm
+        return step_scale(ratio, algorithm.base_ess_ratio, algorithm.ess_rule) if algorithm.ess_scaling else 1.0
+
+    def _coefficients(self, pack: Pack, log_ratio: torch.Tensor) -> _Coefficients:
+        """r_i and q_i from l_i [n]; on every stage alike."""
+        algorithm = self.config.algorithm
+        scale = self._scales[pack.group]
+        rewards = self._facts.rewards[[row.index for row in pack.rows]]
+        weight = gradient_weights(log_ratio, algorithm)
+        centre = 0.0 if algorithm.baseline == "zero" else scale.mean
+        anchor = algorithm.behavior_anchor * (1.0 - self.ess_state.previous_ratio)
+        return _Coefficients(weight * (rewards - centre) * scale.inverse_std + anchor, weight)
+
+    def _correction(self, group: int, rows: Sequence[int], norms: torch.Tensor) -> float:
+        """b_g of a group whose |g_i| are known; the factor of S_g in what is minimised."""
+        algorithm = self.config.algorithm
+        index = list(rows)
+        log_ratio = self._table.log_ratio[index]
+        if algorithm.is_level != "sequence":
+            log_u = torch.zeros_like(log_ratio)  # token weights are inside |s_i| already
+        elif algorithm.opob_weights == "truncated":
+            log_u = importance.truncated_log_weights(log_ratio, algorithm.is_threshold)
+        else:
+            log_u = log_ratio
+        baseline = baselines.opob(log_u, norms.cpu().log(), self._facts.rewards[index])
+        self._table.record_baseline(index, norms.cpu(), baseline.value, baseline.fell_back)
+        scale = self._scales[group]
+        # the accumulated sums hold -s_i (a loss is minimised): adding -(b - m)/std of them takes (b - m)/std s_i off G
+        return -(baseline.value - scale.mean) * scale.inverse_std
+
+    # --- plan ---------------------------------------------------------------------------------
+
+    def _plan(self, batch: Batch) -> tuple[list[Pack], list[Pack]]:
+        """This replica's packs: of groups without variance (forward only), and of the others."""
+        groups = batch_rows(batch)
+        rows = [row for group in groups for row in group]
+        self._table = RowTable(len(rows))
+        algorithm = self.config.algorithm
+        self._scales = [
+            group_scale(torch.tensor([row.trajectory.reward for row in group]).double(), algorithm.normalize_std)
+            for group in groups
+        ]
+        sampled = torch.tensor([row.trajectory.num_sampled for row in rows])
+        coefficients = normalization.token_coefficients(
+            algorithm.loss_normalization, sampled, self.config.rollout.max_new_tokens
+        )
+        self._facts = RowFacts.of(groups, self._scales, coefficients, algorithm.baseline)
+        shares = assign_groups([sum(row.cost for row in group) for group in groups], self.parallel.data_size)
+        mine = shares[self.parallel.data_rank]
+        silent = [row for g in mine if not self._scales[g].has_variance for row in groups[g]]
+        speaking = [groups[g] for g in mine if self._scales[g].has_variance]
+        return self._packs(silent), [pack for group in speaking for pack in self._packs(group)]
+
+    def _packs(self, rows: Sequence[Row]) -> list[Pack]:
+        cut = split_into_packs(rows, self.config.train.max_pack_tokens)
+        return [make_pack(pack, 1, self._device) for pack in cut]
+
+    # --- forward and backward -------------------------------------------------------------------
+
+    def _forward_only(self, packs: Sequence[Pack]) -> None:
+        self._schedule(packs, forward_only=True)
+
+    def _forward_and_backward(self, packs: Sequence[Pack]) -> None:
+        if self._sums is not None:
+            self._sums.start_step(packs)
+        self._schedule(packs, forward_only=False)
+        if self._sums is not None:
+            self._sums.finish_step()
+        for send in self._sends:
+            send.wait()
+        self._sends.clear()
+
+    def _schedule(self, packs: Sequence[Pack], *, forward_only: bool) -> None:
+        """Megatron's schedule (1F1B with pipeline stages) over the packs."""
+        if not packs:
+            return
+        self._forward_backward(
+            forward_step_func=self._forward_without_gradient if forward_only else self._forward_with_gradient,
+            data_iterator=iter(packs),
+            model=[self.trainable.wrapped],
+            num_microbatches=len(packs),
+            seq_length=packs[0].length,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _forward(self, pack: Pack, model: torch.nn.Module) -> torch.Tensor:
+        params = PackParams.of(pack.boundaries, pack.length, self._device)
+        return model(pack.tokens[None], pack.positions[None], None, packed_seq_params=params)
+
+    def _log_probs(self, pack: Pack, logits: torch.Tensor) -> torch.Tensor:
+        """log pi of the pack's labels [T], at the sampling temperature; fills the pack's rows of the table."""
+        logprobs, entropy = token_logprobs(
+            logits.squeeze(0), pack.labels, self.config.rollout.temperature, self.trainable.shape.vocab_size,
+            self.parallel.tensor_group,
+        )  # fmt: skip
+        n, index = len(pack.rows), [row.index for row in pack.rows]
+        policy = logprobs.detach()
+        log_ratio = importance.log_ratios(policy, pack.behavior_logprobs, pack.mask, pack.segments, n)
+        weighted = importance.segment_sum(self._token_weights(pack, policy) * policy, pack.mask, pack.segments, n)
+        entropies = importance.segment_sum(entropy, pack.mask, pack.segments, n)
+        self._table.record_forward(index, log_ratio.cpu(), weighted.cpu(), entropies.cpu())
+        return logprobs
+
+    def _token_weights(self, pack: Pack, logprobs: torch.Tensor) -> torch.Tensor:
+        """Truncated token weights where ``is_level`` is token, else ones; [T], masked positions hold 1."""
+        if self.config.algorithm.is_level != "token":
+            return torch.ones_like(logprobs)
+        ratios = importance.token_log_ratios(logprobs, pack.behavior_logprobs, pack.mask)
+        return importance.truncated_weights(ratios, self.config.algorithm.is_threshold).to(logprobs.dtype)
+
+    def _forward_without_gradient(self, packs: Iterator[Pack], model: torch.nn.Module):  # noqa: ANN202
+        pack = next(packs)
+        output = self._forward(pack, model)
+
+        def loss(logits: torch.Tensor):  # noqa: ANN202
+            self._log_probs(pack, logits)
+            return logits.new_zeros(()), torch.zeros((), dtype=torch.int), {}
+
+        return output, loss
+
+    def _forward_with_gradient(self, packs: Iterator[Pack], model: torch.nn.Module):  # noqa: ANN202
+        pack = next(packs)
+        scores = PackScores(pack) if self._exact_norms else None
+        self._switch.current = scores
+        output = self._forward(pack, model)
+        self._switch.current = None
+        if self.parallel.is_last_stage:
+            return output, lambda logits: self._loss(pack, scores, logits)
+        if scores is not None:
+            self._watch_backward(output, scores, self._receive_log_ratio(pack))
+        return output, None
+
+    def _loss(self, pack: Pack, scores: PackScores | None, logits: torch.Tensor):  # noqa: ANN202
+        """What is differentiated: -sum_i c_i sum_t v_t log pi_t, v_t the token weight or 1.
+
+        With exact norms nothing else is in it: w, R and std enter at the weight gradients. Without, the
+        whole coefficient is known here and multiplies the trajectory.
+        """
+        logprobs = self._log_probs(pack, logits)
+        index = [row.index for row in pack.rows]
+        log_ratio = self._table.log_ratio[index]
+        per_trajectory = self._facts.token_coefficients[index]
+        if scores is None:
+            per_trajectory = per_trajectory * self._coefficients(pack, log_ratio).gradient
+        per_token = per_trajectory.to(logprobs)[pack.segments.clamp(max=len(index) - 1)]
+        per_token = per_token * self._token_weights(pack, logprobs.detach())
+        loss = -torch.where(pack.mask, logprobs * per_token, 0.0).sum()
+        if scores is not None:
+            self._send_log_ratio(log_ratio)
+            self._watch_backward(loss, scores, None)
+        return loss, torch.zeros((), dtype=torch.int), {}
+
+    def _watch_backward(
+        self, output: torch.Tensor, scores: PackScores, arriving: tuple[torch.Tensor, dist.Work] | None
+    ) -> None:
+        """When the backward of this pack starts on this stage, set its coefficients; see its end, too."""
+        assert self._sums is not None
+        sums, index = self._sums, [row.index for row in scores.pack.rows]
+
+        def start(_: torch.Tensor) -> None:
+            if arriving is not None:
+                log_ratio, work = arriving
+                work.wait()
+                self._table.log_ratio[index] = log_ratio.cpu()
+            coefficients = self._coefficients(scores.pack, self._table.log_ratio[index])
+            scores.gradient_coefficients = coefficients.gradient.to(self._device)
+            scores.sum_coefficients = coefficients.sums.to(self._device)
+            sums.begin(scores)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: sums.end(scores))
+
+        output.register_hook(start)
+
+    def _send_log_ratio(self, log_ratio: torch.Tensor) -> None:
+        """Last stage -> every earlier one; a few doubles that arrive long before they are needed."""
+        message = log_ratio.to(self._device)
+        for stage in range(self.parallel.pipeline_size - 1):
+            send = dist.isend(message, self.parallel.stage_global_rank(stage), group=self.parallel.log_ratio_group)
+            assert send is not None
+            self._sends.append(send)
+
+    def _receive_log_ratio(self, pack: Pack) -> tuple[torch.Tensor, dist.Work]:
+        log_ratio = torch.empty(len(pack.rows), dtype=torch.float64, device=self._device)
+        last = self.parallel.stage_global_rank(self.parallel.pipeline_size - 1)
+        work = dist.irecv(log_ratio, last, group=self.parallel.log_ratio_group)
+        assert work is not None
+        return log_ratio, work
+
+    # --- agreement ------------------------------------------------------------------------------
+
+    def _agree(self) -> RowTable:
+        """Every trajectory's numbers on every rank, by one SUM of a table of which each row has one owner.
+
+        The same reduction says whether any rank holds a non-finite gradient.
+        """
+        owned = self._table if self.parallel.speaks_for_replica else RowTable(len(self._facts.rewards))
+        finite = self.trainable.gradients_are_finite()
+        return RowTable.from_sum(agree_sum(owned.packed(0.0 if finite else 1.0), self.parallel))
+
+    def _agreed(self, learning_rate: float) -> float:
+        """Assert that all ranks are about to step by the same learning rate."""
+        pair = torch.tensor([learning_rate, -learning_rate], dtype=torch.float64)
+        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=self.parallel.command_group)
+        if pair[0] != learning_rate or pair[1] != -learning_rate:
+            raise RuntimeError(f"learning rates differ between ranks: {-pair[1].item()} to {pair[0].item()}")
+        return learning_rate
+
+
+def gradient_weights(log_ratio: torch.Tensor, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """w_i, the weight of trajectory i's gradient; 1 where weights are by token or none are used."""
+    if algorithm.is_level == "sequence":
+        return importance.truncated_weights(log_ratio, algorithm.is_threshold)
+    return torch.ones_like(log_ratio)

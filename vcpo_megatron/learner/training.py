@@ -1,0 +1,97 @@
+"""The model wrapped for data parallelism, its optimizer and its learning-rate schedule: all Megatron's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from ..config.models import RunConfig
+from ..conversion.families import Family, ModelShape
+from .model import build_model
+from .parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """What a step changes. ``model`` is the bare GPTModel inside ``wrapped``."""
+
+    model: GPTModel
+    wrapped: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+    family: Family
+    shape: ModelShape
+
+    def zero_gradients(self) -> None:
+        """Forget the gradients of the last step."""
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def gradients_are_finite(self) -> bool:
+        """True when every gradient that this rank holds is finite."""
+        buffers = self.wrapped.buffers + self.wrapped.expert_parallel_buffers
+        return all(bool(buffer.grad_data.isfinite().all()) for buffer in buffers)
+
+    def scheduled_learning_rate(self) -> float:
+        """Learning rate of the step that is about to be taken, before ESS scales it."""
+        (rate,) = {self.schedule.get_lr(group) for group in self.optimizer.param_groups}
+        return rate
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        """Step by ``learning_rate`` (decoupled weight decay follows it); returns the norm before clipping."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        _, norm, _ = self.optimizer.step()
+        self.schedule.num_steps += 1
+        return math.nan if norm is None else float(norm)
+
+
+def build_trainable(config: RunConfig, parallel: Parallel, *, load: bool) -> Trainable:
+    """Build model, DDP, optimizer and schedule; ``load`` reads the weights of ``model.path``."""
+    model, family, shape = build_model(config, parallel, load=load)
+    # The step reduces gradients once, by finalize_model_grads, after the last baseline is known.
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    wrapped = DistributedDataParallel(model.config, ddp, model)
+    optimizer = get_megatron_optimizer(_optimizer_config(config), [wrapped])
+    return Trainable(model, wrapped, optimizer, _schedule(config, optimizer), family, shape)
+
+
+def _optimizer_config(config: RunConfig) -> OptimizerConfig:
+    chosen = config.optimizer
+    bf16 = config.model.dtype == "bfloat16"
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=chosen.lr,
+        weight_decay=chosen.weight_decay,
+        adam_beta1=chosen.betas[0],
+        adam_beta2=chosen.betas[1],
+        adam_eps=chosen.eps,
+        clip_grad=chosen.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+    )
+
+
+def _schedule(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    chosen = config.optimizer
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if chosen.warmup_steps else chosen.lr,
+        max_lr=chosen.lr,
+        min_lr=0.0,
+        lr_warmup_steps=chosen.warmup_steps,
+        lr_decay_steps=config.train.steps + 1,
+        lr_decay_style=chosen.schedule,
+        start_wd=chosen.weight_decay,
+        end_wd=chosen.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    schedule.num_steps = 1  # counts the step about to be taken, so that a warm-up does not waste one at rate 0
+    return schedule

@@ -1,0 +1,183 @@
+"""A learner rank: waits for commands, all ranks alike, until it is told to stop.
+
+    orchestrator <--control socket--> rank 0 --broadcast of every message--> all ranks
+
+The loop (all ranks)    consumes: commands      produces: StepDone, WeightsReady, CheckpointDone, ProbeResult
+                        waits for: rank 0's next broadcast; rank 0 for the orchestrator
+                        unblocked by: a message, or rank 0's idle command every few seconds (so that a
+                        silent orchestrator never lets a collective run into its deadline)
+
+Weights of every version go out right after the step; the next ones wait until the orchestrator has
+taken over the last (SyncDone), which bounds memory to one set.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..config.models import RunConfig
+from ..config.process import ProcessContext
+from ..transport.control import (
+    BatchReady,
+    Checkpoint,
+    CheckpointDone,
+    ControlClient,
+    ControlError,
+    Error,
+    Heartbeat,
+    Hello,
+    Message,
+    Probe,
+    ProbeResult,
+    StepDone,
+    Stop,
+    SyncDone,
+    WeightsReady,
+    decode,
+    encode,
+)
+from ..transport.weights import buckets, serialize_bucket
+from ..types import PolicyVersion
+from .checkpoint import Checkpoints
+from .parallel import Parallel, initialize
+from .scoring import score_tokens
+from .step import VcpoStep
+from .training import build_trainable
+from .weights import WeightGatherer
+
+#: Seconds after which rank 0, without a command, lets the other ranks pass through their collective.
+IDLE_S = 2.0
+
+
+class Worker:
+    """One rank. Built by ``__main__`` after the process context is known."""
+
+    def __init__(self, config: RunConfig, context: ProcessContext) -> None:
+        self._config = config
+        self._parallel = initialize(config)
+        self._control = ControlClient(context.control) if self._parallel.rank == 0 else None
+        self._version = PolicyVersion(context.attempt, context.resume_step or 0)
+        self._say(Hello(context.token, self._version, self._parallel.world_size))
+        self._now("builds the model")
+        trainable = build_trainable(config, self._parallel, load=context.resume_step is None)
+        self._trainable = trainable
+        self._step = VcpoStep(config, self._parallel, trainable)
+        self._checkpoints = Checkpoints(config, context.directory, self._parallel, trainable)
+        if context.resume_step is not None:
+            self._step.ess_state = self._checkpoints.load(context.resume_step)
+        self._gatherer = WeightGatherer(trainable, self._parallel)
+        self._inbox: deque[Message] = deque()
+        self._published: PolicyVersion | None = None
+        self._taken_over: PolicyVersion | None = None
+
+    def run(self) -> None:
+        """Serve until Stop."""
+        self._publish_weights()
+        while True:
+            self._now(f"idle at version {self._version}, waits for a batch")
+            match self._next_command():
+                case BatchReady(batch):
+                    self._now(f"trains step {batch.step}")
+                    result = self._step.run(batch, PolicyVersion(self._version.attempt, self._version.number + 1))
+                    self._version = result.version
+                    self._say(StepDone(result))
+                    self._publish_weights()
+                case Checkpoint(step, state):
+                    self._now(f"saves checkpoint {step}")
+                    started = time.perf_counter()
+                    self._checkpoints.save(step, self._version, self._step.ess_state, state)
+                    self._say(CheckpointDone(step, time.perf_counter() - started))
+                case Probe(tokens):
+                    logprobs = score_tokens(self._trainable, self._parallel, tokens)
+                    self._say(ProbeResult(logprobs))
+                case Stop():
+                    return
+                case Heartbeat():
+                    pass
+                case other:
+                    raise ControlError(f"the learner cannot serve {type(other).__name__}")
+
+    # --- control ------------------------------------------------------------------------------
+
+    def _say(self, message: Message) -> None:
+        if self._control is not None:
+            self._control.send(message)
+
+    def _now(self, doing: str) -> None:
+        """What the next Heartbeat says."""
+        if self._control is not None:
+            self._control.doing = doing
+
+    def _next_command(self) -> Message:
+        """The orchestrator's next message, on every rank."""
+        frames = [bytes(frame) for frame in encode(self._receive())] if self._parallel.rank == 0 else []
+        return decode(_broadcast_frames(frames, self._parallel))
+
+    def _receive(self) -> Message:
+        """Rank 0: the next command, or a Heartbeat for the other ranks when there is none for a while."""
+        assert self._control is not None
+        if self._inbox:
+            return self._inbox.popleft()
+        while (message := self._control.receive(IDLE_S)) is not None:
+            if not self._note_sync(message):
+                return message
+        return Heartbeat("learner", "idle")
+
+    def _note_sync(self, message: Message) -> bool:
+        if isinstance(message, SyncDone):
+            self._taken_over = message.version
+            return True
+        return False
+
+    def _publish_weights(self) -> None:
+        """Send this version's weights once the orchestrator has taken over the last ones."""
+        pieces = [serialize_bucket(bucket) for bucket in buckets(self._gatherer.gather())]
+        if self._control is None:
+            return
+        if self._published is not None:
+            self._wait_for_takeover(self._published)
+        self._control.send(WeightsReady(self._version, tuple(pieces)))
+        self._published = self._version
+
+    def _wait_for_takeover(self, version: PolicyVersion) -> None:
+        assert self._control is not None
+        self._now(f"waits until the orchestrator takes over the weights of version {version}")
+        deadline = time.monotonic() + self._config.launch.timeout_s
+        while self._taken_over != version:
+            message = self._control.receive(max(0.0, deadline - time.monotonic()))
+            if message is None:
+                raise ControlError(
+                    f"the orchestrator did not take over the weights of version {version} within "
+                    f"{self._config.launch.timeout_s} s (launch.timeout_s)"
+                )
+            if not self._note_sync(message):
+                self._inbox.append(message)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the orchestrator why this rank ends."""
+        self._say(Error(f"learner rank {self._parallel.rank}", f"{type(error).__name__}: {error}"))
+
+    def close(self) -> None:
+        if self._control is not None:
+            self._control.close()
+
+
+def _broadcast_frames(frames: list[bytes], parallel: Parallel) -> list[bytes]:
+    """Frames of rank 0 on every rank: lengths first, then one buffer."""
+    lengths: list[list[int]] = [[len(frame) for frame in frames]]
+    dist.broadcast_object_list(lengths, src=0, group=parallel.command_group)
+    total = sum(lengths[0])
+    data = torch.empty(total, dtype=torch.uint8)
+    if parallel.rank == 0:
+        data.numpy()[:] = np.frombuffer(b"".join(frames), dtype=np.uint8)
+    dist.broadcast(data, src=0, group=parallel.command_group)
+    whole, position, received = data.numpy().tobytes(), 0, []
+    for length in lengths[0]:
+        received.append(whole[position : position + length])
+        position += length
+    return received

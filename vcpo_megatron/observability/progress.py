@@ -1,0 +1,93 @@
+"""How a run is doing, on one line that stays in place (a terminal) or one line now and then (a file, a pipe)."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, TextIO, TypeGuard
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+#: Without a terminal: at most one line in this many seconds, the first and the last step always.
+PLAIN_EVERY_S = 10.0
+#: Speed and time left are averages over this many last steps.
+_WINDOW = 20
+
+
+class Progress:
+    """Takes the rows of ``metrics.jsonl`` in order and shows the newest.
+
+    Keys that a row lacks keep their last value (accuracy is in few rows) or are left out of the line.
+    """
+
+    def __init__(self, steps: int, *, first_step: int = 0, stream: TextIO | None = None) -> None:
+        """``steps``: number of steps of the run. Rows before ``first_step`` (of earlier attempts) only give values."""
+        self._steps, self._first_step = steps, first_step
+        self._stream = stream or sys.stdout
+        self._console = Console(file=self._stream)
+        self._live: Live | None = None
+        self._values: dict[str, float] = {}
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # (seconds, tokens) of a step
+        self._printed_at = -math.inf
+
+    def show(self, row: Mapping[str, Any]) -> None:
+        self._values.update({name: value for name, value in row.items() if _is_finite(value)})
+        if row["step"] < self._first_step:
+            return
+        seconds = row.get("time/step")
+        if _is_finite(seconds):
+            tokens = row.get("tokens/trained", 0.0)
+            self._recent.append((seconds, tokens if _is_finite(tokens) else 0.0))
+        if self._console.is_terminal:
+            self._show_live()
+        elif row["step"] + 1 == self._steps or time.monotonic() - self._printed_at >= PLAIN_EVERY_S:
+            self._printed_at = time.monotonic()
+            print(self.line(), file=self._stream, flush=True)
+
+    def line(self) -> str:
+        """The line for what was shown last, such as
+        "step 12/40  accuracy 0.5312  ESS 0.87  lr x0.93  staleness 2.1 (max 4)  1234 tokens/s  5:20 left"."""
+        parts = [f"step {int(self._values['step']) + 1}/{self._steps}"] if "step" in self._values else ["starting"]
+        for name, form in (("eval/accuracy", "accuracy {:.4f}"), ("reward/mean", "reward {:.3f}"),
+                           ("ess/ratio", "ESS {:.2f}"), ("ess/lr_scale", "lr x{:.2f}"),
+                           ("staleness/mean", "staleness {:.1f}"), ("staleness/max", "(max {:.0f})")):  # fmt: skip
+            if name in self._values:
+                parts.append(form.format(self._values[name]))
+        total = sum(seconds for seconds, _ in self._recent)
+        if total > 0:
+            parts.append(f"{sum(tokens for _, tokens in self._recent) / total:.0f} tokens/s")
+            left = self._steps - 1 - int(self._values["step"])
+            parts.append(f"{_clock(left * total / len(self._recent))} left")
+        return "  ".join(parts).replace("  (max", " (max")
+
+    def say(self, message: str) -> None:
+        """Print a line of its own above the live one."""
+        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last line in place and give the terminal back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _show_live(self) -> None:
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+            self._live.start()
+        self._live.update(Text(self.line(), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _clock(seconds: float) -> str:
+    """"1:05:09", or "5:09" below an hour."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

@@ -1,0 +1,184 @@
+"""Where metrics go: ``metrics.jsonl`` (the record of the run) and TensorBoard (a view of it).
+
+A row is one flat object a step: ``{"step": 0, "loss": ...}``. JSON knows no nan and no infinity: a value that is
+not finite is written as ``null``, so that every JSON reader can read every line; ``step/skipped`` and the logs say
+what happened there. A reader takes ``null`` as nan.
+
+Neither torch nor tensorflow is imported: ``tensorboard.summary.writer`` writes event files by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..config.run_directory import write_atomically
+
+Row = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Takes one row a step. Rows come in order of ``step``."""
+
+    def write(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold: numpy scalars as Python ones, what is not finite as None."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class JsonlSink:
+    """Appends rows to ``path``, each one flushed as a whole line before ``write`` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
+        _drop_torn_line(self._file)
+
+    def write(self, row: Row) -> None:
+        """ValueError when the row has no ``step``; TypeError when a value is no number, text or None."""
+        if "step" not in row:
+            raise ValueError(f"a row of metrics needs 'step'; this one has only {', '.join(row) or 'nothing'}")
+        line = json.dumps({name: _plain(value) for name, value in row.items()}, allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _drop_torn_line(file: Any) -> None:
+    """Cut off what follows the last newline: a process was killed while it wrote that."""
+    size = file.seek(0, 2)
+    end, block = size, 65536
+    while end > 0:
+        start = max(0, end - block)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        file.truncate(end)
+
+
+def cut_back(path: Path, first_step_to_drop: int) -> int:
+    """Atomically drop the rows with ``step`` >= ``first_step_to_drop``, for a resume; return how many went.
+
+    A torn last line goes too (and is not counted); no file is no row. ValueError names the line that is not a row.
+    """
+    if not path.exists():
+        return 0
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    kept, dropped = [], 0
+    for number, line in enumerate(lines[:-1], 1):  # after the last newline: nothing, or a torn line
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}:{number}: not a row of metrics: {line[:80]!r}; remove this line to resume"
+            ) from error
+        if step < first_step_to_drop:
+            kept.append(line + "\n")
+        else:
+            dropped += 1
+    write_atomically(path, "".join(kept))
+    return dropped
+
+
+class TensorBoardSink:
+    """Writes every finite or non-finite number of a row as a scalar at its step; text is left out."""
+
+    def __init__(self, directory: Path, *, first_step: int = 0) -> None:
+        """``first_step`` > 0 after a resume: TensorBoard then hides what an earlier attempt wrote from there on."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(directory), flush_secs=10)
+        if first_step > 0:
+            log = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=first_step, session_log=log))
+
+    def write(self, row: Row) -> None:
+        values = [
+            self._summary.Value(tag=name, simple_value=float(value))
+            for name, value in row.items()
+            if name != "step" and isinstance(value, int | float | np.number)
+        ]
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(wall_time=time.time(), step=int(row["step"]), summary=summary))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class JsonlFollower:
+    """Reads the rows that are added to ``path``; the file need not exist yet.
+
+    When the file is replaced or shortened (``cut_back``), it is read again from its start: a consumer that keeps
+    rows keys them by ``step``. A line that is not an object is counted in ``bad_lines`` and left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode: int | None = None
+        self._position = 0
+        self.bad_lines = 0
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Whole rows written since the last call; does not block."""
+        try:
+            with open(self._path, "rb") as file:
+                return self._read_new(file)
+        except FileNotFoundError:
+            return []
+
+    def _read_new(self, file: Any) -> list[dict[str, Any]]:
+        status = os.fstat(file.fileno())
+        if status.st_ino != self._inode or status.st_size < self._position:
+            self._inode, self._position = status.st_ino, 0
+        file.seek(self._position)
+        data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._position += len(whole)
+        return [row for line in whole.splitlines() if (row := self._parse(line)) is not None]
+
+    def _parse(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            self.bad_lines += 1
+            return None
+        return {name: math.nan if value is None else value for name, value in row.items()}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All whole rows of ``path``, in order; no file is no row."""
+    return JsonlFollower(path).poll()
+
+
+def follow(path: Path, *, poll_s: float = 0.5, deadline: float = math.inf) -> Iterator[dict[str, Any]]:
+    """Rows of ``path`` as they are written, until ``time.monotonic()`` passes ``deadline``."""
+    follower = JsonlFollower(path)
+    while True:
+        last_look = time.monotonic() >= deadline
+        yield from follower.poll()
+        if last_look:
+            return
+        time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))

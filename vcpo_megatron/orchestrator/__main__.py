@@ -1,0 +1,98 @@
+"""The orchestrator process: ``python -m vcpo_megatron.orchestrator``, told everything by its environment variables.
+
+Exit codes: 0 the run ended, or was stopped by SIGTERM or SIGINT after a checkpoint; 1 it failed, and the last line of
+standard error says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from ..config.load import ConfigError
+from ..config.model_folder import ModelShape
+from ..config.models import RunConfig
+from ..config.process import ERROR_PREFIX, ProcessContext
+from ..environments.base import EnvironmentSetupError
+from ..environments.registry import make_environment
+from ..observability.sinks import JsonlSink, Sink, TensorBoardSink
+from ..rollout.client import ServerError, ServerUnavailable
+from ..rollout.fleet import Changes, FleetError
+from ..rollout.protocol import ProtocolError
+from ..transport.control import ControlError, ControlServer
+from .generation import one_line
+from .loop import Controller, Parts
+from .replay import open_recorded, recorded_steps
+from .servers import make_fleet
+from .store import StoreError
+from .tasks import RunError
+from .weight_sync import SyncError
+
+#: Ends that a user can do something about: one line, no traceback.
+_EXPECTED = (
+    RunError, ControlError, FleetError, SyncError, StoreError, ConfigError, EnvironmentSetupError, ServerError,
+    ServerUnavailable, ProtocolError,
+)  # fmt: skip
+
+
+def make_parts(context: ProcessContext, config: RunConfig) -> Parts:
+    """The real parts of a run; errors in what they need are raised before any server starts."""
+    shape = ModelShape.read(config.model.path)
+    environment = make_environment(config.environment, config.model.path, config.train.seed)
+    changes = Changes()
+    recorded = open_recorded(config) if config.rollout.engine == "replay" else None
+    steps = recorded_steps(recorded, config, context.resume_step or 0) if recorded else config.train.steps
+
+    def sinks(first_step: int) -> Sequence[Sink]:
+        jsonl = JsonlSink(context.directory.metrics)
+        if not config.observability.tensorboard:
+            return (jsonl,)
+        return (jsonl, TensorBoardSink(context.directory.tensorboard, first_step=first_step))
+
+    return Parts(
+        environment=environment,
+        fleet=None if recorded else make_fleet(context, config, shape.vocab, changes),
+        recorded=recorded,
+        socket=ControlServer(context.control, context.token),
+        sinks=sinks,
+        changes=changes,
+        steps=steps,
+        vocab_size=shape.vocab,
+        context_length=shape.context,
+    )
+
+
+async def run(context: ProcessContext) -> str:
+    """One run from the process's context; returns why it ended well."""
+    config = context.config()
+    parts = make_parts(context, config)
+    controller = Controller(context, config, parts)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, controller.request_stop, "stopped by signal")
+    try:
+        return await controller.run()
+    finally:
+        parts.socket.close()
+
+
+def main() -> int:
+    """Exit code of the process."""
+    try:
+        reason = asyncio.run(run(ProcessContext.from_environment()))
+    except _EXPECTED as error:
+        print(f"{ERROR_PREFIX}{one_line(error)}", file=sys.stderr, flush=True)
+        return 1
+    except Exception as error:  # fault boundary of the process: a defect; the supervisor shows the last line
+        traceback.print_exc()
+        print(f"{ERROR_PREFIX}{type(error).__name__}: {one_line(error)}", file=sys.stderr, flush=True)
+        return 1
+    print(reason, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

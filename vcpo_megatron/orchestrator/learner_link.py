@@ -1,0 +1,184 @@
+"""The orchestrator's side of the talk with the learner: who asked, who waits, and for how long.
+
+``LearnerLink.receive``    consumes: messages of the learner    produces: answers, ``on_weights`` calls
+                           waits for: the next message          unblocked by: the learner
+``LearnerLink.heartbeat``  consumes: nothing                    produces: Heartbeat, for the learner's own deadline
+                           waits for: time; ends the run when weights are owed and the learner is silent
+``train``, ``checkpoint``, ``probe``
+                           wait for: their answer               unblocked by: ``receive``, or by the learner's silence:
+                           ``launch.timeout_s`` seconds without any message end the wait with ControlError
+
+One question is open at a time: the learner works on one thing at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from ..transport.control import (
+    BatchReady,
+    Checkpoint,
+    CheckpointDone,
+    ControlError,
+    Error,
+    Heartbeat,
+    Hello,
+    Message,
+    Probe,
+    ProbeResult,
+    StepDone,
+    Stop,
+    SyncDone,
+    WeightsReady,
+)
+from ..types import Batch, PolicyVersion, StepResult
+
+_M = TypeVar("_M", Hello, ProbeResult, StepDone, CheckpointDone, WeightsReady)
+
+
+class ControlSocket(Protocol):
+    """What the link needs of ``transport.control.ControlServer``."""
+
+    async def receive(self) -> Message: ...
+
+    async def send(self, message: Message) -> None: ...
+
+
+class LearnerLink:
+    """``on_weights`` is called for every WeightsReady, before it is acknowledged. ``needs_weights``: it is an error
+    when the learner does not send any after its start or after a step."""
+
+    def __init__(
+        self,
+        socket: ControlSocket,
+        timeout_s: float,
+        *,
+        on_weights: Callable[[WeightsReady], None],
+        needs_weights: bool = True,
+    ) -> None:
+        self._needs_weights = needs_weights
+        self._socket = socket
+        self._timeout_s = timeout_s
+        self._on_weights = on_weights
+        self._answers: dict[type, asyncio.Future[Any]] = {}
+        self._heard = time.monotonic()
+        self._doing = "has not said hello"
+        self._asked = "nothing"
+        self._connected = False
+        self._owes_weights = False
+        self._weights = PolicyVersion(0, 0)  # the newest that came
+        self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
+
+    # --- loops --------------------------------------------------------------------------------
+
+    async def receive(self) -> None:
+        """Dispatch messages until cancelled. ControlError when the learner reports an error or speaks out of turn."""
+        while True:
+            message = await self._socket.receive()
+            self._heard = time.monotonic()
+            match message:
+                case Error():
+                    raise ControlError(f"{message.sender}: {message.message}")
+                case Heartbeat():
+                    self._doing = message.doing
+                case WeightsReady():
+                    self._owes_weights, self._weights = False, message.version
+                    self._on_weights(message)
+                    await self._socket.send(SyncDone(message.version))
+                case Hello():
+                    if self._connected:
+                        raise ControlError("the learner said hello twice: it was restarted behind the run's back")
+                    self._connected = True
+                    self._owes_weights = self._needs_weights
+                    self._hello.set_result(message)
+                case _:
+                    waiting = self._answers.pop(type(message), None)
+                    if waiting is None or waiting.done():
+                        raise ControlError(f"the learner sent {type(message).__name__}, which nobody asked for")
+                    waiting.set_result(message)
+
+    async def heartbeat(self) -> None:
+        """Tell the learner regularly that the orchestrator lives; ControlError when it owes weights and is silent."""
+        while True:
+            if self._owes_weights and time.monotonic() - self._heard > self._timeout_s:
+                raise ControlError(
+                    f"the learner was silent for {self._timeout_s:g} s (launch.timeout_s) while it owed the weights of "
+                    f"its newest version; it last said: {self._doing}"
+                )
+            if self._connected:
+                await self._socket.send(Heartbeat("orchestrator", "running"))
+            await asyncio.sleep(min(10.0, self._timeout_s / 4))
+
+    # --- questions ----------------------------------------------------------------------------
+
+    async def hello(self) -> Hello:
+        """The learner's first message; ControlError when none comes in time."""
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._hello), self._timeout_s)
+        except TimeoutError:
+            raise ControlError(
+                f"the learner did not connect within {self._timeout_s:g} s (launch.timeout_s); see its log"
+            ) from None
+
+    async def probe(self, tokens: np.ndarray) -> np.ndarray:
+        """Log-probs float32 [L-1] of ``tokens`` int32 [L] under the learner's parameters."""
+        return (await self._ask(Probe(tokens), ProbeResult)).logprobs
+
+    async def train(self, batch: Batch) -> StepResult:
+        """Have the learner take one step; ControlError when it answers for another one."""
+        result = (await self._ask(BatchReady(batch), StepDone)).result
+        self._owes_weights = self._needs_weights and self._weights < result.version
+        if result.step != batch.step or result.version.number != batch.step + 1:
+            raise ControlError(
+                f"the learner was asked for step {batch.step} and answered step {result.step}, version {result.version}"
+            )
+        return result
+
+    async def checkpoint(self, step: int, state: dict[str, Any]) -> float:
+        """Have the learner save checkpoint ``step`` with our ``state`` in its manifest; seconds it took."""
+        done = await self._ask(Checkpoint(step, state), CheckpointDone)
+        if done.step != step:
+            raise ControlError(f"the learner was asked for checkpoint {step} and answered {done.step}")
+        return done.seconds
+
+    async def stop(self, reason: str) -> None:
+        """Tell the learner to end with exit code 0; nothing when it never connected."""
+        if self._connected:
+            await self._socket.send(Stop(reason))
+
+    async def _ask(self, question: Message, kind: type[_M]) -> _M:
+        answer: asyncio.Future[_M] = asyncio.get_running_loop().create_future()
+        self._answers[kind] = answer
+        self._asked = type(question).__name__
+        self._heard = time.monotonic()
+        await self._socket.send(question)
+        try:
+            while not answer.done():
+                left = self._heard + self._timeout_s - time.monotonic()
+                if left <= 0:
+                    raise ControlError(
+                        f"the learner was silent for {self._timeout_s:g} s (launch.timeout_s) while it owed "
+                        f"{kind.__name__}; it last said: {self._doing}"
+                    )
+                await asyncio.wait([answer], timeout=left)
+            return answer.result()
+        finally:
+            self._answers.pop(kind, None)
+            self._asked = "nothing"
+
+    def describe(self) -> str:
+        """One phrase for the watchdog."""
+        silent = time.monotonic() - self._heard
+        return f"learner asked for {self._asked}, silent for {silent:.0f} s, last said: {self._doing}"
+
+
+def version_mismatch(hello: Hello, expected: PolicyVersion) -> str | None:
+    """Why the learner that said ``hello`` is not the one this attempt needs, or None."""
+    if hello.version == expected:
+        return None
+    return f"the learner's parameters are version {hello.version}, this attempt starts at {expected}"

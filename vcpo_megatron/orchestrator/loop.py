@@ -1,0 +1,330 @@
+"""The controller: starts the parts of a run in order, lets them run beside each other, ends them in order.
+
+                       admits (bound)          finished, on disk           G oldest groups
+     data cursor --> Generation ----------> store, Batcher --------------> training loop --BatchReady--> learner
+                        |    ^                  (Recorder)                      ^                           |
+               /generate|    |loaded version                                    +---------StepDone---------+|
+                        v    |                                                                              |
+                   rollout servers <--pause, begin, buckets, end, continue-- WeightSync <--WeightsReady-----+
+                     (Fleet)  ^                                                  |
+                              +--------- Evaluation (pinned version) <-----------+--> eval/accuracy --> MetricsLog
+
+Loops, each documented where it lives: ``LearnerLink.receive``, ``LearnerLink.heartbeat``, ``Fleet.supervise``,
+``WeightSync.run``, ``Generation.run``, ``Evaluation.run``, and here:
+
+``_train``     consumes: batches                       produces: steps, rows, checkpoints
+               waits for: a batch (or an earlier evaluation, so that two are never pinned), StepDone
+               unblocked by: finished trajectories, ended groups, ``Poll.retry_s``, a stop
+``_watch``     consumes: nothing                       produces: a line in the log when nothing moved for watchdog_s
+               waits for: time
+
+``lag = "exact"`` replaces Generation, Batcher, Evaluation and ``_train`` by ``exact.ExactRun``, and
+``engine = "replay"`` replaces them by ``replay.Replay``, without servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..config.models import RunConfig
+from ..config.process import ProcessContext
+from ..environments.base import Environment
+from ..observability.sinks import Sink
+from ..rollout.fleet import Changes, Fleet
+from ..rollout.protocol import SamplingParams
+from ..transport.control import ControlError, WeightsReady
+from ..types import Batch, PolicyVersion
+from .batcher import Batcher
+from .evaluation import Evaluation, evaluating_servers
+from .exact import ExactRun, ExactSampler
+from .generation import Cursor, Generation, SamplingRules
+from .learner_link import ControlSocket, LearnerLink, version_mismatch
+from .probe import compare
+from .recorder import Recorder
+from .replay import Replay
+from .rows import MetricsLog, Start, evaluated_versions, start_of_log
+from .staleness import StalenessBound
+from .store import ResumePlan, RolloutStore, StoreError, StoreReader
+from .tasks import RunError, StopRequest, cancel, run_beside
+from .trainer import Trainer
+from .weight_sync import WeightSync
+
+#: With base_ess_ratio = "auto" the first steps run without lag, to measure the ratio on-policy.
+AUTO_BASE_STEPS = 5
+
+
+class Socket(ControlSocket, Protocol):
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of. ``fleet`` is None and ``recorded`` is set when the run replays another one's rollouts.
+
+    ``sinks(first_step)`` opens the sinks of the metrics. ``steps``: optimizer steps to take in all. ``vocab_size`` and
+    ``context_length`` (tokens) are the model's.
+    """
+
+    environment: Environment
+    fleet: Fleet | None
+    recorded: StoreReader | None
+    socket: Socket
+    sinks: Callable[[int], Sequence[Sink]]
+    changes: Changes
+    steps: int
+    vocab_size: int
+    context_length: int
+
+
+class Controller:
+    """One run of the orchestrator. Make it inside the event loop; ``run`` it once."""
+
+    def __init__(self, context: ProcessContext, config: RunConfig, parts: Parts) -> None:
+        self._context, self._config, self._parts = context, config, parts
+        self._changes = parts.changes
+        self._stop = StopRequest()
+        self._version = PolicyVersion(context.attempt, context.resume_step or 0)
+        self._recorder = Recorder(lambda: RolloutStore(context.directory.store))
+        self._link = LearnerLink(
+            parts.socket, config.launch.timeout_s, on_weights=self._on_weights, needs_weights=parts.fleet is not None
+        )
+        self._take_weights: Callable[[WeightsReady], None] = lambda weights: None
+        self._log: MetricsLog | None = None
+        self._describe: list[Callable[[], str]] = [self._link.describe]
+
+    def request_stop(self, reason: str) -> None:
+        """End after the current step, with a checkpoint. Called by a signal handler of the event loop."""
+        self._stop.make(reason)
+        self._changes.notify()
+
+    async def run(self) -> str:
+        """The whole run; returns why it ended well ("run ended", or the reason of ``request_stop``).
+
+        Raises RunError, ControlError, FleetError, SyncError or StoreError, each with one line for the user; servers
+        are stopped and the store is closed in every case.
+        """
+        try:
+            reason = await self._run_parts()
+            await self._link.stop(reason)
+            return reason
+        finally:
+            await self._close()
+
+    async def _run_parts(self) -> str:
+        await self._recorder.open()
+        plan, state = await self._resume()
+        loops = [self._link.receive(), self._link.heartbeat(), self._watch()]
+        if self._parts.fleet is None:
+            work = self._replay(plan, state)
+        elif self._config.staleness.lag == "exact":
+            work = self._exact(self._parts.fleet, plan, state)
+        else:
+            work = self._bounded(self._parts.fleet, plan, state)
+        await run_beside(work, *loops)
+        return self._stop.reason or "run ended"
+
+    # --- beginning and end --------------------------------------------------------------------
+
+    async def _resume(self) -> tuple[ResumePlan, dict[str, Any]]:
+        """Go back to the checkpoint, or to step 0: also after an attempt that died before its first checkpoint."""
+        step, state = self._version.number, {}
+        if self._context.resume_step is not None:
+            state = self._context.directory.manifest(step).orchestrator
+            before, now = state.get("environment"), self._parts.environment.fingerprint
+            if before != now:
+                raise RunError(
+                    f"the environment is not that of checkpoint step_{step} (fingerprint {before}, now {now}): resume "
+                    "with the same environment section and files, or start a new run"
+                )
+        plan = await self._recorder.run(lambda store: store.resume(step, state.get("store")))
+        return plan, state
+
+    def _start(self, plan: ResumePlan, state: dict[str, Any], cursor: Cursor, every: int) -> tuple[Trainer, Start]:
+        """Trainer and metrics, cut back to the checkpoint; evaluations every ``every`` steps."""
+        versions = evaluated_versions(plan.step, self._parts.steps, every)
+        start = start_of_log(self._context.directory.metrics, plan.step, self._parts.steps, state.get("rows", []),
+                             versions)  # fmt: skip
+        self._log = MetricsLog(self._parts.sinks(plan.step), start.versions, self._parts.steps)
+        for row in start.rows:
+            self._log.add(row)
+        trainer = Trainer(
+            self._config, self._link, self._recorder, self._log, version=plan.step,
+            fingerprint=self._parts.environment.fingerprint, requeue=cursor.requeue,
+        )  # fmt: skip
+        return trainer, start
+
+    async def _connect(self) -> None:
+        """Wait for the learner and check that it is the one of this attempt."""
+        hello = await self._link.hello()
+        if problem := version_mismatch(hello, self._version):
+            raise ControlError(problem)
+
+    async def _start_servers(self, fleet: Fleet, sync: WeightSync) -> None:
+        """Servers answer, hold the learner's weights, and agree with it on a probe."""
+        await asyncio.gather(self._connect(), fleet.answering())
+        await sync.all_loaded(self._version.number)
+        await compare(self._link, fleet, self._parts.vocab_size, self._config.model.dtype)
+        print(f"learner and {len(fleet.servers)} servers hold version {self._version}", flush=True)
+
+    async def _close(self) -> None:
+        """End everything; what failed before is not hidden by what fails here."""
+        if self._log is not None:
+            self._log.flush()
+            self._log.close()
+        with contextlib.suppress(StoreError):
+            await self._recorder.finish("run ended")
+        if self._parts.fleet is not None:
+            await self._parts.fleet.stop()
+        if self._parts.recorded is not None:
+            self._parts.recorded.close()
+
+    def _on_weights(self, weights: WeightsReady) -> None:
+        self._take_weights(weights)
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether ``work`` came to its end before a stop was asked for; it is cancelled then."""
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(lambda _: self._changes.notify())
+        try:
+            await self._changes.until(lambda: (task.done() or self._stop.made) or None)
+            if not task.done():
+                return False
+            task.result()
+            return True
+        finally:
+            await cancel(task)
+
+    # --- kinds of runs ------------------------------------------------------------------------
+
+    async def _replay(self, plan: ResumePlan, state: dict[str, Any]) -> None:
+        assert self._parts.recorded is not None
+        trainer, _ = self._start(plan, state, Cursor(), every=0)
+        replay = Replay(self._parts.recorded, trainer, self._recorder, plan, steps=self._parts.steps)
+        self._describe.append(replay.describe)
+        if await self._unless_stopped(self._connect()):
+            await replay.run(self._stop)
+
+    async def _exact(self, fleet: Fleet, plan: ResumePlan, state: dict[str, Any]) -> None:
+        config = self._config
+        cursor = self._cursor(plan, state)
+        trainer, start = self._start(plan, state, cursor, config.train.eval_every)
+        sync = self._sync(fleet)
+        run = ExactRun(
+            ExactSampler(self._parts.environment, fleet, self._rules(), seed=config.train.seed), fleet, sync,
+            self._recorder, trainer, plan, cursor, steps=self._parts.steps, lag=config.staleness.max_staleness,
+            groups_per_step=config.train.groups_per_step, group_size=config.train.group_size,
+            evaluate=start.versions, stop=self._stop,
+        )  # fmt: skip
+        self._take_weights = run.on_weights
+        self._describe += [run.describe, fleet.describe]
+        fleet.launch()
+
+        async def main() -> None:
+            if await self._unless_stopped(self._start_servers(fleet, sync)):
+                await run.run()
+
+        await run_beside(main(), fleet.supervise(), sync.run())
+
+    async def _bounded(self, fleet: Fleet, plan: ResumePlan, state: dict[str, Any]) -> None:
+        config = self._config
+        cursor = self._cursor(plan, state)
+        trainer, start = self._start(plan, state, cursor, config.train.eval_every)
+        due = set(start.versions)
+        sync = self._sync(fleet, due.__contains__)
+        batcher = self._batcher(plan)
+        generation = Generation(
+            self._parts.environment, fleet, batcher, self._recorder, cursor, self._rules(),
+            group_size=config.train.group_size, total_groups=self._parts.steps * config.train.groups_per_step,
+            positions=plan.cursors,
+        )  # fmt: skip
+        evaluation = Evaluation(self._parts.environment, fleet, sync, self._rules(), trainer.log, start.versions)
+        self._take_weights = sync.offer
+        self._describe += [batcher.describe, generation.describe, evaluation.describe, fleet.describe]
+        fleet.launch()
+
+        async def main() -> None:
+            if await self._unless_stopped(self._start_servers(fleet, sync)):
+                await run_beside(
+                    self._train(trainer, batcher, generation, evaluation, sync), generation.run(), evaluation.run()
+                )
+
+        await run_beside(main(), fleet.supervise(), sync.run())
+
+    async def _train(
+        self, trainer: Trainer, batcher: Batcher, generation: Generation, evaluation: Evaluation, sync: WeightSync
+    ) -> None:
+        while trainer.version < self._parts.steps:
+            started = time.monotonic()
+            batch = await self._next_batch(batcher, generation, evaluation)
+            if batch is None:
+                break
+            waited = time.monotonic() - started
+            result = await trainer.take(batch)
+            batcher.step_done()
+            generation.forget(batch)
+            self._changes.notify()
+            await trainer.record(batch, result, wait_s=waited, sync_s=sync.take_seconds())
+            await trainer.checkpoint_if_due()
+        await trainer.checkpoint()
+        await self._changes.until(
+            lambda: (self._stop.made or evaluation.is_settled(before=self._parts.steps + 1)) or None
+        )
+
+    async def _next_batch(self, batcher: Batcher, generation: Generation, evaluation: Evaluation) -> Batch | None:
+        """The batch of the next step; None when a stop is asked for."""
+        while not self._stop.made:
+            if not evaluation.may_train(batcher.version):
+                await self._changes.wait()
+                continue
+            poll = batcher.poll()
+            for group_id in poll.expired:
+                print(f"group {group_id} is dropped: too old, or not complete in staleness.wait_s", flush=True)
+                await generation.expire(group_id)
+            if poll.batch is not None:
+                return poll.batch
+            if not poll.expired:
+                await self._changes.wait(float("inf") if poll.retry_s is None else poll.retry_s)
+        return None
+
+    # --- parts --------------------------------------------------------------------------------
+
+    def _rules(self) -> SamplingRules:
+        rollout = self._config.rollout
+        sampling = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)
+        return SamplingRules(sampling, self._parts.context_length)
+
+    def _cursor(self, plan: ResumePlan, state: dict[str, Any]) -> Cursor:
+        """Prompts to be sampled again: those undone by the resume, and those that waited for it at the checkpoint."""
+        waiting = set(state.get("requeue", [])) - set(plan.cursors.values())
+        return Cursor(plan.next_cursor, plan.next_group_id, sorted(waiting | set(plan.requeue)))
+
+    def _sync(self, fleet: Fleet, is_pinned: Callable[[int], bool] = lambda number: False) -> WeightSync:
+        rollout = self._config.rollout
+        return WeightSync(
+            fleet, pause_mode=rollout.pause_mode, timeout_s=rollout.sync_timeout_s,
+            evaluators=evaluating_servers(fleet.servers), is_pinned=is_pinned,
+        )  # fmt: skip
+
+    def _batcher(self, plan: ResumePlan) -> Batcher:
+        config = self._config
+        on_policy = AUTO_BASE_STEPS if config.algorithm.base_ess_ratio == "auto" else 0
+        bound = StalenessBound(config.staleness.max_staleness, config.train.groups_per_step, on_policy)
+        batcher = Batcher(bound, config.train.group_size, wait_s=config.staleness.wait_s)
+        batcher.restore(plan)
+        return batcher
+
+    async def _watch(self) -> None:
+        patience = self._config.observability.watchdog_s
+        seen, since = self._changes.count, time.monotonic()
+        while True:
+            await asyncio.sleep(min(1.0, patience / 4))
+            if self._changes.count != seen:
+                seen, since = self._changes.count, time.monotonic()
+            elif time.monotonic() - since > patience:
+                print(f"nothing moved for {patience:g} s: " + "; ".join(part() for part in self._describe), flush=True)
+                since = time.monotonic()

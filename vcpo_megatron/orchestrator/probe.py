@@ -1,0 +1,38 @@
+"""Before the first request: do learner and servers compute the same function?
+
+Both load ``model.path`` and the learner's weights were published once. Their log-probs of a fixed token sequence are
+compared, since checksums of parameters cannot be: each side stores them in its own layout.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..rollout.fleet import Fleet
+from .learner_link import LearnerLink
+from .tasks import RunError
+
+_LENGTH = 16
+#: Largest difference of a log-prob that the arithmetic of a dtype explains.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
+
+
+def probe_tokens(vocab_size: int) -> np.ndarray:
+    """int32 [16], the same for every run of one vocabulary."""
+    return (np.arange(_LENGTH, dtype=np.int64) * 7919 % vocab_size).astype(np.int32)
+
+
+async def compare(link: LearnerLink, fleet: Fleet, vocab_size: int, dtype: str) -> None:
+    """RunError when a server's log-probs of the probe differ from the learner's by more than the tolerance."""
+    tokens = probe_tokens(vocab_size)
+    expected = await link.probe(tokens)
+    for server in fleet.servers:
+        found = np.asarray(await server.client.score(tokens.tolist()), dtype=np.float64)
+        if found.shape != expected.shape:
+            raise RunError(f"{server.name} scored {found.size} tokens of the probe, the learner {expected.size}")
+        difference = float(np.max(np.abs(found - expected)))
+        if not difference <= _TOLERANCE[dtype]:
+            raise RunError(
+                f"{server.name} and the learner differ by {difference:.3g} in a log-prob of the probe (at most "
+                f"{_TOLERANCE[dtype]:g} is rounding): they do not compute the same model; see {server.log}"
+            )

@@ -1,0 +1,131 @@
+"""Rows of ``metrics.jsonl``: one a step, in order, each complete when it is written.
+
+Where an evaluation stands. Version v is evaluated while step v trains (and v = 0 before anything has trained): its
+result, ``eval/accuracy`` and ``eval/version`` = v, is in the row of step v. The version that the last step made is
+evaluated at the end: that result is in the last step's row, and the version before is then not evaluated, so that a
+row never has two. A row whose evaluation still runs is held back, and with it those after it. A checkpoint carries
+the rows that were held back when it was taken, since a resumed run would have no other way to know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..observability.metrics import StepMetrics
+from ..observability.sinks import Row, Sink, cut_back, read_rows
+from ..types import Batch, StepResult
+from .store import Counts
+
+
+def evaluated_versions(first_step: int, steps: int, every: int) -> list[int]:
+    """Versions to evaluate in a run that starts at ``first_step`` and ends after ``steps`` steps; ``every`` = 0: none.
+
+    Multiples of ``every``, and ``steps`` itself, which replaces ``steps`` - 1.
+    """
+    if not every:
+        return []
+    return [v for v in range(first_step, steps - 1) if v % every == 0] + [steps]
+
+
+def row_of_version(version: int, steps: int) -> int:
+    """The step whose row holds the evaluation of ``version``."""
+    return min(version, steps - 1)
+
+
+@dataclass(frozen=True)
+class Start:
+    """``rows``: held-back rows of before a resume, to be added first. ``versions``: what this attempt evaluates."""
+
+    rows: Sequence[Row]
+    versions: Sequence[int]
+
+
+def start_of_log(path: Path, step: int, steps: int, held: Sequence[Row], versions: Sequence[int]) -> Start:
+    """Cut ``path`` back to the rows before ``step``, and find out what a resumed run has to add to them.
+
+    ``held`` are the rows that checkpoint ``step`` carries. When all steps are done already, the last row is taken up
+    again if its evaluation is missing; if it is there, nothing is evaluated any more.
+    """
+    cut_back(path, step)
+    written = read_rows(path)
+    last = written[-1]["step"] if written else -1
+    rows = [row for row in held if last < row["step"] < step]
+    if step < steps or rows or not written or not versions:
+        return Start(rows, versions)
+    if written[-1].get("eval/version") == steps:
+        return Start((), ())
+    cut_back(path, steps - 1)
+    return Start(written[-1:], versions)
+
+
+class MetricsLog:
+    """Writes rows to ``sinks`` in order of step. ``versions``: what will be evaluated, in a run of ``steps`` steps."""
+
+    def __init__(self, sinks: Sequence[Sink], versions: Sequence[int], steps: int) -> None:
+        self._sinks = sinks
+        self._steps = steps
+        self._waiting = {row_of_version(version, steps) for version in versions}
+        self._results: dict[int, Mapping[str, float]] = {}
+        self._held: list[dict[str, Any]] = []
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self._held.append(dict(row))
+        self._write_ready()
+
+    def evaluated(self, version: int, result: Mapping[str, float]) -> None:
+        """Add what the evaluation of ``version`` found to the row that waits for it."""
+        step = row_of_version(version, self._steps)
+        self._results[step] = {**result, "eval/version": version}
+        self._waiting.discard(step)
+        self._write_ready()
+
+    @property
+    def held(self) -> list[Row]:
+        """Rows that wait for an evaluation, or for one before them."""
+        return list(self._held)
+
+    def flush(self) -> None:
+        """Write what is held back as it is: its evaluation will not come."""
+        self._waiting.clear()
+        self._write_ready()
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def _write_ready(self) -> None:
+        while self._held and self._held[0]["step"] not in self._waiting:
+            row = self._held.pop(0)
+            row.update(self._results.pop(row["step"], {}))
+            for sink in self._sinks:
+                sink.write(row)
+
+
+def step_row(batch: Batch, result: StepResult, counts: Counts, times: Mapping[str, float]) -> dict[str, Any]:
+    """The row of one step without its evaluation: the learner's metrics and the orchestrator's.
+
+    ``times`` holds the ``time/...`` metrics. Counters and ``step`` are integers.
+    """
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    own = StepMetrics()
+    own.observe("reward/mean", *(trajectory.reward for trajectory in trajectories))
+    own.distribution("staleness", (batch.step - trajectory.oldest_version for trajectory in trajectories))
+    own.observe("step/skipped", float(bool(result.skipped)))
+    for name, seconds in times.items():
+        own.observe(name, seconds)
+    trained = 0 if result.skipped else sum(trajectory.num_sampled for trajectory in trajectories)
+    return {
+        **result.metrics,
+        "step": batch.step,
+        "policy_version": result.version.number,
+        **own.row(),
+        "rollouts/generated": counts.generated,
+        "rollouts/queued": counts.queued,
+        "rollouts/trained": counts.trained,
+        "rollouts/dropped": counts.dropped,
+        "rollouts/failed": counts.failed,
+        "tokens/trained": trained,
+    }

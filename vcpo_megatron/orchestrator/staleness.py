@@ -1,0 +1,118 @@
+"""The staleness bound: how many policy versions may lie between sampling and training.
+
+Units. Everything is counted in groups; versions are numbers (optimizer steps since the start).
+``k`` is ``max_staleness``, ``G`` is ``groups_per_step``, ``v`` the learner's version (it is about to
+take step v, which makes version v + 1), ``s`` the version that sampled a group's oldest token.
+
+A group sampled at s may be trained at step s + k at the latest: that step is its *deadline*. The bound
+is kept in three places:
+
+admission   A group is admitted on a server that has version s loaded only if the step it will be
+            trained at, when groups are trained in order of admission, is not past s + k:
+            ``active // G <= s + k``, which is ``active < (s + k + 1) G``.
+dequeue     A batch is the G oldest complete groups. It is taken only if the rest can still meet their
+            deadlines: at most (j + 1) G groups may be left over that are due by step v + 1 + j, for
+            every j, and none that is due now (j = -1). Otherwise the learner waits for the older
+            ones. Without this rule fast groups overtake slow ones until the slow ones expire, which
+            wastes them and biases training to short answers.
+use         A group past its deadline is never trained (``expired``).
+
+``active`` counts the groups of all steps taken, whether a step was skipped or not, plus the groups
+that are admitted and have not ended. Dropped and failed groups give their place back. Since the
+steps taken are the version, nothing has to be restored after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A live group as the bound sees it.
+
+    ``version``: number of the oldest version that sampled a token of it; for a group that is not
+    complete, the oldest among its segments and the version it was admitted at.
+    """
+
+    group_id: int
+    version: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to train on now, or what to wait for; both oldest first.
+
+    ``take`` holds the group ids of a batch, or is empty. Then ``waits_for`` names the unfinished groups
+    that hold the batch back (empty: there are too few groups; more must be admitted) and ``why`` says it
+    in words.
+    """
+
+    take: tuple[int, ...]
+    waits_for: tuple[int, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class StalenessBound:
+    """The bound for ``max_staleness`` = k versions and ``groups_per_step`` = G groups.
+
+    What was sampled before version ``on_policy_steps`` is trained without any lag: with
+    ``algorithm.base_ess_ratio = "auto"`` the first steps measure the on-policy ratio.
+    """
+
+    max_staleness: int
+    groups_per_step: int
+    on_policy_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_staleness", 0), ("groups_per_step", 1), ("on_policy_steps", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least {least}")
+
+    @property
+    def max_in_flight(self) -> int:
+        """Most groups that can be admitted and not ended at one time: (k + 1) G."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+    def deadline(self, version: int) -> int:
+        """Last step that may train on what ``version`` sampled."""
+        return version if version < self.on_policy_steps else version + self.max_staleness
+
+    def may_admit(self, active_groups: int, loaded_version: int) -> bool:
+        """Whether one more group may start on a server that has ``loaded_version`` loaded.
+
+        active_groups: groups of all steps taken (version * G) plus admitted groups that have not ended.
+        """
+        return active_groups // self.groups_per_step <= self.deadline(loaded_version)
+
+    def expired(self, oldest_version: int, version: int) -> bool:
+        """Whether a group whose oldest token ``oldest_version`` sampled is too old for step ``version``."""
+        return version > self.deadline(oldest_version)
+
+    def choose(self, groups: Sequence[Candidate], version: int) -> Decision:
+        """The batch for step ``version`` out of all live ``groups`` that are not expired, or what to wait for.
+
+        Waiting is asked for only where it can help: when too many complete groups are due, which the rule
+        of admission excludes but a changed configuration may cause, the oldest are taken.
+        """
+        size = self.groups_per_step
+        oldest_first = sorted(groups, key=lambda group: (self.deadline(group.version), group.version, group.group_id))
+        batch = [group for group in oldest_first if group.complete][:size]
+        unfinished = [group for group in oldest_first if not group.complete]
+        if len(batch) < size:
+            why = f"{len(batch)} of {size} groups are complete"
+            return Decision((), tuple(group.group_id for group in unfinished), why)
+        taken = {group.group_id for group in batch}
+        left = [group for group in oldest_first if group.group_id not in taken]
+        for j in range(-1, self.max_staleness + 1):
+            due = version + 1 + j
+            late = [group for group in left if self.deadline(group.version) <= due]
+            # A later batch can only be better for this deadline if this one holds a group with a later one.
+            helps = self.deadline(batch[-1].version) > due
+            if len(late) > (j + 1) * size and helps:
+                why = f"{len(late)} unfinished groups are due by step {due}, which has room for {(j + 1) * size}"
+                return Decision((), tuple(group.group_id for group in late), why)
+        return Decision(tuple(group.group_id for group in batch))

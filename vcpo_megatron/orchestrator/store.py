@@ -1,0 +1,356 @@
+"""The durable record of every group and trajectory: one SQLite file, opened by the orchestrator alone.
+
+    group        admitted -> sampled (all members in) -> trained(step) | dropped(reason) | failed(reason)
+    trajectory   the same; when one fails, the other members of its group are dropped
+
+Every trajectory of an admitted group ends in exactly one of the three final states; only ``resume``,
+which goes back to a checkpoint, undoes an end. A change is on disk when its method, or the outermost
+``transaction``, returns. The methods block for as long as the disk takes: the orchestrator's event
+loop calls them from one worker thread (any thread may call, but only one at a time).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..types import Group, PolicyVersion, Trajectory, TrajectoryResult
+from .store_reader import Counts, StoreReader
+from .store_records import COLUMNS, to_row
+from .store_schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, ReadOnlyFile, StoreError, open_exclusively
+from .store_schema import store_errors as _store_errors
+
+__all__ = ["Counts", "ResumePlan", "RolloutStore", "StoreError", "StoreReader"]
+
+_INSERT_SAMPLE = f"INSERT INTO samples ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """Where a resumed run goes on.
+
+    ``step``      the next step, which is the number of the loaded policy
+    ``buffer``    complete groups that may still be trained, in order of group id
+    ``cursors``   cursor index of each group in ``buffer``
+    ``requeue``   cursor indices to sample again, ascending, before any from ``next_cursor`` on
+    """
+
+    step: int
+    buffer: tuple[Group, ...]
+    cursors: Mapping[int, int]
+    requeue: tuple[int, ...]
+    next_group_id: int
+    next_cursor: int
+
+
+class RolloutStore(StoreReader):
+    """The store, open for writing.
+
+    Opening makes the file when there is none. StoreError: another process has it open, it belongs to
+    another program, it is newer than this program, or its folder cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        connection = open_exclusively(path)
+        self._in_transaction = False
+        super().__init__(path, connection, connection.close)
+
+    @staticmethod
+    def open_readonly(path: Path) -> StoreReader:
+        """Open a finished or killed run's store for reading; its folder may be read-only.
+
+        StoreError when the run is still going.
+        """
+        file = ReadOnlyFile(path)
+        return StoreReader(path, file.connection, file.close)
+
+    def __enter__(self) -> RolloutStore:
+        return self
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Everything inside is written as a whole, with one fsync, or not at all; may be nested.
+
+        Do not go on inside a transaction after an error in it.
+        """
+        if self._in_transaction:
+            yield
+            return
+        self._in_transaction = True
+        try:
+            with _store_errors(self._path):
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield
+                self._connection.execute("COMMIT")
+        except BaseException:
+            with _store_errors(self._path):
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                self._totals = self._count()
+            raise
+        finally:
+            self._in_transaction = False
+
+    # --- a group's life -----------------------------------------------------------------------
+
+    def admit(self, group_id: int, prompt_id: str, cursor_index: int, size: int, version: PolicyVersion) -> None:
+        """Record a new group of ``size`` trajectories of data-set position ``cursor_index``.
+
+        A position may be admitted again once its former group was dropped or has failed. StoreError when the
+        group id was used, or when the position is queued or trained already.
+        """
+        if size < 1:
+            raise StoreError(f"group {group_id} has size {size}; a group has at least one trajectory")
+        with self.transaction():
+            taken = self._rows("SELECT state FROM groups WHERE group_id = ?", (group_id,))
+            if taken:
+                raise StoreError(f"group {group_id} was admitted before (it is {taken[0][0]}) in {self._path}")
+            current = self._rows(
+                "SELECT group_id, state FROM groups WHERE cursor_index = ? AND current = 1", (cursor_index,)
+            )
+            if current and current[0]["state"] not in (DROPPED, FAILED):
+                raise StoreError(
+                    f"group {group_id}: data position {cursor_index} belongs to group {current[0]['group_id']}, "
+                    f"which is {current[0]['state']}"
+                )
+            self._connection.execute("UPDATE groups SET current = 0 WHERE cursor_index = ? AND current = 1",
+                                     (cursor_index,))  # fmt: skip
+            self._connection.execute(
+                "INSERT INTO groups (group_id, prompt_id, cursor_index, size, admitted_version, state) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (group_id, prompt_id, cursor_index, size, str(version), ADMITTED),
+            )
+            self._connection.executemany(
+                "INSERT INTO trajectories (group_id, sample_index, state) VALUES (?, ?, ?)",
+                [(group_id, sample, ADMITTED) for sample in range(size)],
+            )
+            self._totals[ADMITTED] += size
+
+    def add_trajectory(self, trajectory: Trajectory) -> bool:
+        """Record a finished trajectory; its group is complete when all its members are in.
+
+        False, and nothing changes: its group has ended before (it is counted there). StoreError: it was
+        never admitted, came before, holds no sampled token, or has a reward that is not finite.
+        """
+        where = f"trajectory {trajectory.uid}"
+        if not trajectory.versions or not trajectory.num_sampled:
+            raise StoreError(f"{where} holds no sampled token; record it as failed")
+        if not math.isfinite(trajectory.reward):
+            raise StoreError(f"{where} has reward {trajectory.reward}; correct the environment's reward")
+        group_id, sample = trajectory.group_id, trajectory.sample_index
+        with self.transaction():
+            group = self._group(group_id)
+            if group["state"] not in (ADMITTED, SAMPLED):
+                return False
+            if group["prompt_id"] != trajectory.prompt_id:
+                raise StoreError(f"{where} is of prompt {trajectory.prompt_id!r}, not {group['prompt_id']!r}")
+            if self._member_state(group_id, sample) != ADMITTED:
+                raise StoreError(f"{where} came twice")
+            self._connection.execute(_INSERT_SAMPLE, to_row(trajectory))
+            self._connection.execute(
+                "UPDATE trajectories SET state = ?, reward = ?, oldest_version = ?, newest_version = ? "
+                "WHERE group_id = ? AND sample_index = ?",
+                (SAMPLED, float(trajectory.reward), trajectory.oldest_version, trajectory.newest_version,
+                 group_id, sample),
+            )  # fmt: skip
+            self._totals[ADMITTED] -= 1
+            self._totals[SAMPLED] += 1
+            missing = "SELECT 1 FROM trajectories WHERE group_id = ? AND state = ? LIMIT 1"
+            if not self._rows(missing, (group_id, ADMITTED)):
+                self._connection.execute("UPDATE groups SET state = ? WHERE group_id = ?", (SAMPLED, group_id))
+            return True
+
+    def mark_trained(
+        self,
+        step: int,
+        results: Sequence[TrajectoryResult],
+        group_ids: Sequence[int],
+        staleness: Sequence[int],
+        *,
+        skipped: str = "",
+    ) -> None:
+        """Record that ``step`` consumed the groups, in this order.
+
+        staleness: versions between sampling and use, one a group. skipped: the reason when the step left the
+        parameters unchanged; the groups then end dropped(reason), and the step counts all the same.
+        StoreError when the step is not the next one, or when a group or a result does not belong to it.
+        """
+        with self.transaction():
+            if step != self.steps_done():
+                raise StoreError(f"step {step} was trained, but {self._path} expects step {self.steps_done()}")
+            if len(set(group_ids)) != len(group_ids) or len(staleness) != len(group_ids):
+                raise StoreError(f"step {step}: {len(group_ids)} groups, some twice or without their staleness")
+            end, reason = (DROPPED, skipped) if skipped else (TRAINED, "")
+            for position, (group_id, age) in enumerate(zip(group_ids, staleness, strict=True)):
+                state = self._group(group_id)["state"]
+                if state != SAMPLED:
+                    raise StoreError(f"step {step} was trained on group {group_id}, which is {state}, not complete")
+                self._end(group_id, end, reason, at=step)
+                self._connection.execute(
+                    "UPDATE groups SET step = ?, position = ?, staleness = ? WHERE group_id = ?",
+                    (step, position, int(age), group_id),
+                )
+            self._record(step, results, set(group_ids))
+            self._connection.execute("UPDATE progress SET steps_done = ?", (step + 1,))
+
+    def drop(self, group_id: int, reason: str) -> bool:
+        """End a queued group as dropped(reason). False, and nothing changes: it had ended before."""
+        with self.transaction():
+            if self._group(group_id)["state"] not in (ADMITTED, SAMPLED):
+                return False
+            self._end(group_id, DROPPED, reason, at=self.steps_done())
+            return True
+
+    def fail(self, group_id: int, sample_index: int, reason: str) -> bool:
+        """End a queued group because one trajectory failed: that one is failed(reason), the others are dropped.
+
+        False, and nothing changes: the group had ended before (it is counted there).
+        """
+        with self.transaction():
+            group = self._group(group_id)
+            if group["state"] not in (ADMITTED, SAMPLED):
+                return False
+            state = self._member_state(group_id, sample_index)
+            self._connection.execute(
+                "UPDATE trajectories SET state = ?, reason = ? WHERE group_id = ? AND sample_index = ?",
+                (FAILED, reason, group_id, sample_index),
+            )
+            self._totals[state] -= 1
+            self._totals[FAILED] += 1
+            self._end(group_id, DROPPED, "a member failed", at=self.steps_done())
+            self._connection.execute(
+                "UPDATE groups SET state = ?, reason = ? WHERE group_id = ?", (FAILED, reason, group_id)
+            )
+            return True
+
+    def finish(self, reason: str = "run ended") -> None:
+        """End every queued group as dropped(reason), at the end of a run."""
+        with self.transaction():
+            queued = self._rows("SELECT group_id FROM groups WHERE state IN (?, ?)", (ADMITTED, SAMPLED))
+            for row in queued:
+                self._end(row["group_id"], DROPPED, reason, at=self.steps_done())
+
+    # --- resume -------------------------------------------------------------------------------
+
+    def resume(self, step: int, state: Mapping[str, Any] | None = None) -> ResumePlan:
+        """Go back to the checkpoint after ``step`` steps: undo what came later, say what to go on with.
+
+        What ended before it stays. Of the rest, complete groups sampled by policies up to ``step`` go back to
+        the buffer, whatever had become of them; all others are not part of the run any more: they are
+        dropped('superseded') unless they had ended as dropped or failed, and their data positions are requeued,
+        so that each position is trained once along the history that leads to the final weights.
+
+        state: what ``state`` had returned for this checkpoint; checked when given. StoreError when the file is
+        older than the checkpoint.
+        """
+        with self.transaction():
+            self._check_not_older(step, state)
+            undone = self._rows(
+                "SELECT group_id, cursor_index, size, state, "
+                " (SELECT COUNT(*) FROM samples s WHERE s.group_id = g.group_id) AS complete, "
+                " (SELECT MAX(newest_version) FROM trajectories t WHERE t.group_id = g.group_id) AS newest "
+                "FROM groups g WHERE current = 1 AND (ended_at IS NULL OR ended_at >= ?) ORDER BY group_id",
+                (step,),
+            )
+            cursors = {}
+            for group in undone:
+                if group["complete"] == group["size"] and group["newest"] <= step and group["state"] != FAILED:
+                    self._back_to_buffer(group["group_id"])
+                    cursors[group["group_id"]] = group["cursor_index"]
+                else:
+                    self._supersede(group["group_id"], group["state"], step)
+            self._connection.execute("UPDATE progress SET steps_done = ?", (step,))
+            self._totals = self._count()
+            requeue = self._rows(
+                "SELECT DISTINCT cursor_index FROM groups WHERE cursor_index NOT IN "
+                "(SELECT cursor_index FROM groups WHERE current = 1) ORDER BY cursor_index"
+            )
+            after = self.state()
+            return ResumePlan(
+                step=step,
+                buffer=tuple(self.complete_groups()),
+                cursors=cursors,
+                requeue=tuple(row[0] for row in requeue),
+                next_group_id=after["next_group_id"],
+                next_cursor=after["next_cursor"],
+            )
+
+    def _check_not_older(self, step: int, state: Mapping[str, Any] | None) -> None:
+        here = self.state()
+        expected = {"position": step, **(state or {})}
+        if expected["position"] != step:
+            raise StoreError(f"the checkpoint of step {step} holds the store's state of step {expected['position']}")
+        for name in ("position", "next_group_id", "next_cursor"):
+            if here[name] < expected.get(name, 0):
+                raise StoreError(
+                    f"{self._path} is older than the checkpoint of step {step} ({name} is {here[name]}, not at least "
+                    f"{expected[name]}); put back the file that belongs to it, or resume from an earlier checkpoint"
+                )
+
+    def _back_to_buffer(self, group_id: int) -> None:
+        self._connection.execute(
+            "UPDATE groups SET state = ?, reason = '', ended_at = NULL, step = NULL, position = NULL, "
+            "staleness = NULL WHERE group_id = ?",
+            (SAMPLED, group_id),
+        )
+        self._connection.execute(
+            "UPDATE trajectories SET state = ?, reason = '', log_ratio = NULL, weight = NULL, grad_norm = NULL, "
+            "baseline = NULL WHERE group_id = ?",
+            (SAMPLED, group_id),
+        )
+
+    def _supersede(self, group_id: int, state: str, step: int) -> None:
+        self._connection.execute(
+            "UPDATE groups SET current = 0, step = NULL, position = NULL, staleness = NULL WHERE group_id = ?",
+            (group_id,),
+        )
+        if state not in (DROPPED, FAILED):
+            self._end(group_id, DROPPED, "superseded", at=step)
+
+    # --- internals ----------------------------------------------------------------------------
+
+    def _group(self, group_id: int) -> Any:
+        rows = self._rows("SELECT * FROM groups WHERE group_id = ?", (group_id,))
+        if not rows:
+            raise StoreError(f"group {group_id} was never admitted to {self._path}")
+        return rows[0]
+
+    def _member_state(self, group_id: int, sample_index: int) -> str:
+        query = "SELECT state FROM trajectories WHERE group_id = ? AND sample_index = ?"
+        rows = self._rows(query, (group_id, sample_index))
+        if not rows:
+            raise StoreError(f"group {group_id} has no sample {sample_index}")
+        return str(rows[0][0])
+
+    def _end(self, group_id: int, state: str, reason: str, *, at: int) -> None:
+        """End a group and all its members that are not failed; ``at``: steps done."""
+        members = self._rows(
+            "SELECT state, COUNT(*) AS n FROM trajectories WHERE group_id = ? AND state != ? GROUP BY state",
+            (group_id, FAILED),
+        )
+        for row in members:
+            self._totals[row["state"]] -= row["n"]
+            self._totals[state] += row["n"]
+        self._connection.execute(
+            "UPDATE trajectories SET state = ?, reason = ? WHERE group_id = ? AND state != ?",
+            (state, reason, group_id, FAILED),
+        )
+        self._connection.execute(
+            "UPDATE groups SET state = ?, reason = ?, ended_at = ? WHERE group_id = ?", (state, reason, at, group_id)
+        )
+
+    def _record(self, step: int, results: Sequence[TrajectoryResult], group_ids: set[int]) -> None:
+        foreign = [result for result in results if result.group_id not in group_ids]
+        if foreign:
+            raise StoreError(
+                f"step {step} reports trajectory {foreign[0].group_id}/{foreign[0].sample_index}, not in its batch"
+            )
+        self._connection.executemany(
+            "UPDATE trajectories SET log_ratio = ?, weight = ?, grad_norm = ?, baseline = ? "
+            "WHERE group_id = ? AND sample_index = ?",
+            [(r.log_ratio, r.weight, r.grad_norm, r.baseline, r.group_id, r.sample_index) for r in results],
+        )

@@ -1,0 +1,137 @@
+"""The reading half of the rollout store: counters, groups in order, what was trained when."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..types import Group, Trajectory, TrajectoryResult
+from .store_records import COLUMNS, from_row
+from .store_schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, StoreError, store_errors
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counters in trajectories; ``generated == queued + trained + dropped + failed``, always.
+
+    Every trajectory of an admitted group is generated; it is queued until it has ended.
+    """
+
+    generated: int = 0
+    queued: int = 0
+    trained: int = 0
+    dropped: int = 0
+    failed: int = 0
+
+
+class StoreReader:
+    """Reads an open store. One thread at a time; every method may raise ``StoreError``."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, close: Callable[[], None]) -> None:
+        self._path = path
+        self._connection = connection
+        self._close = close
+        connection.row_factory = sqlite3.Row
+        self._totals = self._count()
+
+    def close(self) -> None:
+        """Close the file; harmless a second time."""
+        with store_errors(self._path):
+            self._close()
+
+    def __enter__(self) -> StoreReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def counts(self) -> Counts:
+        """Counters of everything that was ever admitted."""
+        totals = self._totals
+        return Counts(
+            generated=sum(totals.values()),
+            queued=totals[ADMITTED] + totals[SAMPLED],
+            trained=totals[TRAINED],
+            dropped=totals[DROPPED],
+            failed=totals[FAILED],
+        )
+
+    def reasons(self) -> dict[str, int]:
+        """Trajectories by how they ended: {"dropped: expired": 8, "failed: ...": 1}."""
+        rows = self._rows(
+            "SELECT state || ': ' || reason AS how, COUNT(*) AS n FROM trajectories WHERE state IN (?, ?) "
+            "GROUP BY state, reason ORDER BY how",
+            (DROPPED, FAILED),
+        )
+        return {row["how"]: row["n"] for row in rows}
+
+    def steps_done(self) -> int:
+        """Steps recorded, skipped ones included: the number of the policy they made."""
+        return int(self._rows("SELECT steps_done FROM progress")[0][0])
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint's manifest keeps: next_group_id, next_cursor, position (steps done)."""
+        group_id, cursor = self._rows("SELECT MAX(group_id), MAX(cursor_index) FROM groups")[0]
+        return {
+            "next_group_id": 0 if group_id is None else group_id + 1,
+            "next_cursor": 0 if cursor is None else cursor + 1,
+            "position": self.steps_done(),
+        }
+
+    def complete_groups(self) -> list[Group]:
+        """Groups that are complete and have not ended, in order of group id."""
+        return self._groups("g.state = ? ORDER BY g.group_id", (SAMPLED,))
+
+    def trained_steps(self) -> list[int]:
+        """Steps that consumed a batch, ascending; skipped ones included."""
+        return [row[0] for row in self._rows("SELECT DISTINCT step FROM groups WHERE step IS NOT NULL ORDER BY step")]
+
+    def groups_trained_at(self, step: int) -> list[Group]:
+        """The batch that ``step`` consumed (skipped or not), in the order it was trained; [] when unknown."""
+        return self._groups("g.step = ? ORDER BY g.position", (step,))
+
+    def results_at(self, step: int) -> list[TrajectoryResult]:
+        """What ``step`` found for each trajectory, in training order; nan where nothing was reported."""
+        rows = self._rows(
+            "SELECT group_id, sample_index, log_ratio, weight, grad_norm, baseline FROM groups g "
+            "JOIN trajectories t USING (group_id) WHERE g.step = ? ORDER BY g.position, t.sample_index",
+            (step,),
+        )
+        # SQLite has no nan: it keeps one as NULL.
+        return [TrajectoryResult(row[0], row[1], *(math.nan if x is None else x for x in row[2:])) for row in rows]
+
+    # --- internals ----------------------------------------------------------------------------
+
+    def _rows(self, query: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        with store_errors(self._path):
+            return self._connection.execute(query, parameters).fetchall()
+
+    def _count(self) -> dict[str, int]:
+        totals = dict.fromkeys((ADMITTED, SAMPLED, TRAINED, DROPPED, FAILED), 0)
+        totals.update((row[0], row[1]) for row in self._rows("SELECT state, COUNT(*) FROM trajectories GROUP BY state"))
+        return totals
+
+    def _groups(self, condition: str, parameters: Sequence[Any]) -> list[Group]:
+        """Groups with all their trajectories; ``condition`` is a WHERE clause on ``g`` with its ORDER BY."""
+        columns = ", ".join(f"s.{name}" for name in COLUMNS)
+        rows = self._rows(
+            f"SELECT g.prompt_id, g.size, {columns} FROM groups g JOIN samples s USING (group_id) "
+            f"WHERE {condition}, s.sample_index",
+            parameters,
+        )
+        members: dict[int, list[Trajectory]] = {}
+        heads: dict[int, tuple[str, int]] = {}
+        for row in rows:
+            heads[row["group_id"]] = row["prompt_id"], row["size"]
+            members.setdefault(row["group_id"], []).append(from_row(row, row["prompt_id"], str(self._path)))
+        for group_id, (_, size) in heads.items():
+            if len(members[group_id]) != size:
+                raise StoreError(
+                    f"group {group_id} in {self._path} has {len(members[group_id])} of {size} trajectories; "
+                    "the file is damaged, restore it from a copy or start a new run"
+                )
+        return [Group(group_id, prompt_id, tuple(members[group_id])) for group_id, (prompt_id, _) in heads.items()]

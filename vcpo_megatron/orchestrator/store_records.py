@@ -1,0 +1,74 @@
+"""How a trajectory is written to a row of ``samples`` and read back, with a checksum over all of it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..types import PolicyVersion, Trajectory, Turn, VersionSpan
+from .store_schema import StoreError
+
+COLUMNS = (
+    "group_id", "sample_index", "prompt_length", "tokens", "loss_mask", "behavior_logprobs", "turns", "reward", "info",
+    "checksum",
+)  # fmt: skip
+
+
+def to_row(trajectory: Trajectory) -> tuple[Any, ...]:
+    """Values of ``COLUMNS``: arrays as little-endian int32 and float32, the mask one bit a token."""
+    turns = [
+        [turn.start, turn.end, turn.finish_reason, [[s.start, s.end, str(s.version)] for s in turn.spans]]
+        for turn in trajectory.turns
+    ]
+    values = (
+        trajectory.group_id,
+        trajectory.sample_index,
+        trajectory.prompt_length,
+        trajectory.tokens.astype("<i4").tobytes(),
+        np.packbits(trajectory.loss_mask).tobytes(),
+        trajectory.behavior_logprobs.astype("<f4").tobytes(),
+        json.dumps(turns, separators=(",", ":")),
+        float(trajectory.reward),
+        json.dumps({key: float(value) for key, value in trajectory.info.items()}, separators=(",", ":")),
+    )
+    return (*values, _checksum(values))
+
+
+def from_row(row: Mapping[str, Any] | Any, prompt_id: str, where: str) -> Trajectory:
+    """Inverse of ``to_row``; StoreError naming the trajectory and ``where`` when a bit has changed."""
+    values = tuple(row[name] for name in COLUMNS[:-1])
+    if _checksum(values) != row["checksum"]:
+        raise StoreError(
+            f"trajectory {values[0]}/{values[1]} in {where} is damaged: its checksum does not match; "
+            "restore the file from a copy or start a new run"
+        )
+    group_id, sample_index, prompt_length, tokens, mask, logprobs, turns, reward, info = values
+    ids = np.frombuffer(tokens, "<i4").astype(np.int32)
+    return Trajectory(
+        group_id=group_id,
+        sample_index=sample_index,
+        prompt_id=prompt_id,
+        prompt_length=prompt_length,
+        tokens=ids,
+        loss_mask=np.unpackbits(np.frombuffer(mask, np.uint8), count=len(ids)).astype(np.bool_),
+        behavior_logprobs=np.frombuffer(logprobs, "<f4").astype(np.float32),
+        turns=tuple(
+            Turn(start, end, reason, tuple(VersionSpan(a, b, PolicyVersion.parse(v)) for a, b, v in spans))
+            for start, end, reason, spans in json.loads(turns)
+        ),
+        reward=reward,
+        info=json.loads(info),
+    )
+
+
+def _checksum(values: tuple[Any, ...]) -> int:
+    """CRC-32 over all values, each preceded by its length so that no two rows share a byte string."""
+    crc = 0
+    for value in values:
+        data = value if isinstance(value, bytes) else repr(value).encode()
+        crc = zlib.crc32(data, zlib.crc32(len(data).to_bytes(8, "little"), crc))
+    return crc

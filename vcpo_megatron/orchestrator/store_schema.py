@@ -1,0 +1,173 @@
+"""The file of the rollout store: its tables, how it is opened, and what its errors mean to a user."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+APPLICATION_ID = 0x5643504F  # "VCPO" in the header of the file: tells it from any other SQLite file
+SCHEMA_VERSION = 1
+
+#: States of a group and of a trajectory. The first two are queued, the others are final.
+ADMITTED, SAMPLED, TRAINED, DROPPED, FAILED = "admitted", "sampled", "trained", "dropped", "failed"
+
+# ``current`` is 1 for the group that stands for its data position (``cursor_index``), one at most: a group
+# gives it up when the position is admitted again, or when resuming from a checkpoint undoes the group.
+# ``ended_at`` is the number of steps done when a group ended; for a trained group that is its ``step``.
+# Blobs are in a table of their own, because SQLite rewrites a whole row when one column changes.
+_SCHEMA = f"""
+CREATE TABLE groups (
+    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, cursor_index INTEGER NOT NULL, size INTEGER NOT NULL,
+    admitted_version TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', ended_at INTEGER,
+    step INTEGER, position INTEGER, staleness INTEGER, current INTEGER NOT NULL DEFAULT 1);
+CREATE INDEX groups_by_state ON groups (state, group_id);
+CREATE INDEX groups_by_step ON groups (step, position);
+CREATE INDEX groups_by_cursor ON groups (cursor_index, current);
+CREATE TABLE trajectories (
+    group_id INTEGER NOT NULL REFERENCES groups, sample_index INTEGER NOT NULL,
+    state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', reward REAL, oldest_version INTEGER, newest_version INTEGER,
+    log_ratio REAL, weight REAL, grad_norm REAL, baseline REAL, PRIMARY KEY (group_id, sample_index)) WITHOUT ROWID;
+CREATE TABLE samples (
+    group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, prompt_length INTEGER NOT NULL,
+    tokens BLOB NOT NULL, loss_mask BLOB NOT NULL, behavior_logprobs BLOB NOT NULL,
+    turns TEXT NOT NULL, reward REAL NOT NULL, info TEXT NOT NULL, checksum INTEGER NOT NULL,
+    UNIQUE (group_id, sample_index));
+CREATE TABLE progress (steps_done INTEGER NOT NULL);
+INSERT INTO progress VALUES (0);
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+
+
+class StoreError(RuntimeError):
+    """The rollout store cannot be opened, read or written, or was asked for what contradicts it.
+
+    The message is one line that names the file or the group and says what to do.
+    """
+
+
+@contextmanager
+def store_errors(path: Path) -> Iterator[None]:
+    """Turn an error of SQLite into a ``StoreError`` that names ``path`` and the remedy."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StoreError(_explain(path, error)) from error
+
+
+def _explain(path: Path, error: sqlite3.Error) -> str:
+    match getattr(error, "sqlite_errorname", "") or "":
+        case name if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            return f"rollout store {path} is in use by another process; only one run may have it open"
+        case name if name.startswith("SQLITE_FULL"):
+            return f"rollout store {path} cannot grow ({error}); free space on its disk, then resume the run"
+        case name if name.startswith("SQLITE_NOTADB"):
+            return f"{path} is not a rollout store ({error}); give another run directory or move the file away"
+        case name if name.startswith("SQLITE_CORRUPT"):
+            return f"rollout store {path} is damaged ({error}); restore it from a copy or start a new run"
+        case name if name.startswith("SQLITE_READONLY"):
+            return f"rollout store {path} cannot be written ({error}); check the permissions of its folder"
+        case name if name.startswith("SQLITE_CANTOPEN"):
+            return f"rollout store {path} cannot be opened ({error}); check that its folder exists and is readable"
+        case name:
+            return f"rollout store {path}: {error}{f' ({name})' if name else ''}"
+
+
+def check_identity(connection: sqlite3.Connection, path: Path) -> None:
+    """StoreError when the file was made by another program or by a newer version of this one."""
+    application, schema = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+    )
+    if application != APPLICATION_ID:
+        raise StoreError(
+            f"{path} is an SQLite file of another program (application id {application:#x}); "
+            "give another run directory or move the file away"
+        )
+    if schema != SCHEMA_VERSION:
+        raise StoreError(
+            f"rollout store {path} has format {schema}, this version reads format {SCHEMA_VERSION}; "
+            "use the version of vcpo_megatron that wrote it"
+        )
+
+
+def open_exclusively(path: Path) -> sqlite3.Connection:
+    """Open ``path`` for the one process that writes it, and make it when it is missing or empty.
+
+    Each commit is on disk before it returns (synchronous FULL). The connection may be used by any one
+    thread at a time.
+    """
+    with store_errors(path):
+        connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+    try:
+        with store_errors(path):
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            connection.execute("BEGIN EXCLUSIVE")
+            empty = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0
+            connection.execute("COMMIT")
+            if not empty:
+                check_identity(connection, path)  # before anything is changed in a file that is not ours
+            mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+            if mode != "wal":
+                raise StoreError(f"rollout store {path}: its file system does not allow a write-ahead log")
+            connection.execute("PRAGMA synchronous = FULL")
+            if empty:
+                connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+            check_identity(connection, path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+class ReadOnlyFile:
+    """A rollout store opened for reading alone; ``close`` removes the copy where one was needed.
+
+    A run that ended by itself leaves one file, which is read in place, as a file that nobody changes. A
+    killed run leaves a write-ahead log too. SQLite can read the two only where it may make a third file
+    beside them; in a folder that is read-only they are copied to a temporary folder first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise StoreError(f"no rollout store at {path}; give the directory of a run that has sampled something")
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        log = path.with_name(path.name + "-wal")
+        if not log.exists():
+            self.connection = _open_uri(path, "mode=ro&immutable=1")
+            return
+        try:
+            self.connection = _open_uri(path, "mode=ro")
+        except StoreError as error:
+            if not str(getattr(error.__cause__, "sqlite_errorname", "")).startswith(
+                ("SQLITE_CANTOPEN", "SQLITE_READONLY")
+            ):
+                raise
+            self._copy = tempfile.TemporaryDirectory(prefix="vcpo-store-")
+            copied = Path(self._copy.name) / path.name
+            shutil.copyfile(path, copied)
+            shutil.copyfile(log, copied.with_name(log.name))
+            self.connection = _open_uri(copied, "mode=ro")
+
+    def close(self) -> None:
+        self.connection.close()
+        if self._copy is not None:
+            self._copy.cleanup()
+
+
+def _open_uri(path: Path, options: str) -> sqlite3.Connection:
+    with store_errors(path):
+        connection = sqlite3.connect(
+            f"{path.absolute().as_uri()}?{options}", uri=True, timeout=0, isolation_level=None, check_same_thread=False
+        )
+    try:
+        with store_errors(path):
+            connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+            check_identity(connection, path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

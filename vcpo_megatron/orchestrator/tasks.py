@@ -1,0 +1,75 @@
+"""Running several loops as one: the first error ends all of them, and comes out as itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+_CANCEL_S = 10.0
+
+
+async def run_beside(main: Coroutine[Any, Any, _T], *others: Coroutine[Any, Any, object]) -> _T:
+    """Run ``main`` to its end while ``others`` run; its result. Whoever raises first ends all, and its exception
+    is raised as it is (not in a group). ``others`` are cancelled when ``main`` is done; one that returns is fine."""
+    task = asyncio.ensure_future(main)
+    tasks = [task, *(asyncio.ensure_future(other) for other in others)]
+    try:
+        waiting = set(tasks)
+        while not task.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
+        return task.result()
+    finally:
+        await cancel(*tasks)
+
+
+async def run_all(*loops: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Run ``loops`` to their ends and return their results; the first error ends all and is raised as it is."""
+    tasks = [asyncio.ensure_future(loop) for loop in loops]
+    try:
+        if tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        return [task.result() for task in tasks]
+    finally:
+        await cancel(*tasks)
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel what still runs and wait until it has ended; results and errors of it are dropped.
+
+    A task that ignores its cancellation (an environment that swallows it) is left behind after 10 s, and said.
+    """
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        task.cancel()
+    if running:
+        _, stuck = await asyncio.wait(running, timeout=_CANCEL_S)
+        for task in stuck:
+            print(f"a task does not end within {_CANCEL_S:g} s of its cancellation: {task}", flush=True)
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()  # mark as seen: it was raised already, or another one was
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; the message is one line for the user."""
+
+
+class StopRequest:
+    """Set once, by a signal: the run ends after the current step, with a checkpoint."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    @property
+    def made(self) -> bool:
+        return self.reason is not None
+
+    def make(self, reason: str) -> None:
+        self.reason = self.reason or reason

@@ -1,0 +1,91 @@
+"""What every kind of run does with a batch: have the learner take the step, record it, write its row, checkpoint.
+
+``take``        consumes: a batch            produces: trained marks in the store, the step's result
+                waits for: StepDone          unblocked by: the learner, or its deadline
+``checkpoint``  waits for: CheckpointDone    unblocked by: the learner, or its deadline
+
+A step's trained marks are durable before a checkpoint that contains the step is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..config.models import RunConfig
+from ..types import Batch, StepResult
+from .learner_link import LearnerLink
+from .recorder import Recorder
+from .rows import MetricsLog, step_row
+from .store import Counts, RolloutStore
+
+
+class Trainer:
+    """``version``: the learner's, equal to the number of steps done. ``requeue`` is what a checkpoint has to remember
+    beside the store: cursor indices of prompts that are to be sampled again (the generation's own list)."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        link: LearnerLink,
+        recorder: Recorder,
+        log: MetricsLog,
+        *,
+        version: int,
+        fingerprint: str,
+        requeue: Sequence[int],
+    ) -> None:
+        self._config = config
+        self._link = link
+        self._recorder = recorder
+        self.log = log
+        self.version = version
+        self._saved = version
+        self._fingerprint = fingerprint
+        self._requeue = requeue
+        self._step_ended = time.monotonic()
+
+    async def take(self, batch: Batch) -> StepResult:
+        """One optimizer step on ``batch``; ControlError when the learner fails."""
+        result = await self._link.train(batch)
+        groups = [group.group_id for group in batch.groups]
+        staleness = [batch.step - group.oldest_version for group in batch.groups]
+
+        def mark(store: RolloutStore) -> None:
+            store.mark_trained(batch.step, result.trajectories, groups, staleness, skipped=result.skipped)
+
+        await self._recorder.write(mark)
+        self.version = batch.step + 1
+        if result.skipped:
+            print(f"step {batch.step} was skipped: {result.skipped}", flush=True)
+        return result
+
+    async def record(self, batch: Batch, result: StepResult, *, wait_s: float, sync_s: float) -> None:
+        """Write the row of the step that was taken last."""
+        counts: Counts = await self._recorder.run(lambda store: store.counts())
+        now = time.monotonic()
+        times = {"time/step": now - self._step_ended, "time/wait_batch": wait_s, "time/sync": sync_s}
+        self._step_ended = now
+        self.log.add(step_row(batch, result, counts, times))
+
+    async def checkpoint_if_due(self) -> None:
+        """Checkpoint after every ``checkpoint.every`` steps."""
+        every = self._config.checkpoint.every
+        if every and self.version % every == 0:
+            await self.checkpoint()
+
+    async def checkpoint(self) -> None:
+        """Checkpoint the current version unless that was done."""
+        if self.version == self._saved:
+            return
+        store = await self._recorder.run(lambda store: store.state())
+        state: dict[str, Any] = {
+            "store": store,
+            "requeue": list(self._requeue),
+            "rows": [dict(row) for row in self.log.held],
+            "environment": self._fingerprint,
+        }
+        seconds = await self._link.checkpoint(self.version, state)
+        self._saved = self.version
+        print(f"checkpoint step_{self.version} written in {seconds:.1f} s", flush=True)

@@ -1,0 +1,256 @@
+"""One episode against one server: prompt, answer, observation, answer, ..., reward.
+
+Everything is token ids. The trajectory holds exactly what the server was given and what it
+sampled, with the log-probs recorded while sampling; prompt and observation tokens are masked out.
+
+A generation that the server aborts (a weight update in mode "abort", a shutdown that was revoked) is
+resumed with the tokens it had: they keep their log-probs and versions, the rest of the answer is
+sampled by whatever the server holds then, and the answer's budget goes on where it was.
+
+Bounds. ``sampling.max_new_tokens`` bounds the sampled tokens of the whole episode,
+``environment.sampling["max_new_tokens"]`` those of every single answer, ``context_length`` the whole
+sequence. When nothing is left, the environment is told by an empty ``Action`` (see environments.base).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..environments.base import Action, Environment, Episode, Example, Observation, Outcome
+from ..types import PolicyVersion, Trajectory, Turn, VersionSpan
+from .protocol import GenerateResult, ProtocolError, SamplingParams
+
+#: (tokens so far, sampling parameters, request id) -> answer
+Generate = Callable[[Sequence[int], SamplingParams, str], Awaitable[GenerateResult]]
+
+#: A generation that is aborted this often in a row without a single token is given up.
+MAX_EMPTY_ABORTS = 100
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that different offsets give different seeds
+
+
+class EpisodeError(RuntimeError):
+    """This trajectory failed; the message names environment, prompt and cause. Others are unaffected."""
+
+
+@contextmanager
+def _environment_code(what: str) -> Iterator[None]:
+    """Fault boundary: whatever the task's own code raises in ``what`` fails this trajectory alone.
+
+    The caller of ``run_episode`` counts it.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise EpisodeError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+@dataclass
+class _Record:
+    """The growing trajectory. ``spans`` are those of the turn in progress."""
+
+    tokens: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+    turns: list[Turn] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    sampled: int = 0
+
+    @classmethod
+    def of_prompt(cls, prompt: Sequence[int]) -> _Record:
+        return cls(list(prompt), [False] * len(prompt), [0.0] * len(prompt))
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.mask += [False] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+
+    def append(self, result: GenerateResult) -> None:
+        """Take over sampled tokens; spans move from positions in the answer to positions in the sequence."""
+        offset = len(self.tokens)
+        try:
+            versions = [PolicyVersion.parse(span.version) for span in result.spans]
+        except ValueError as error:
+            raise EpisodeError(f"the server answered: {error}") from error
+        self.spans += [
+            VersionSpan(offset + span.start, offset + span.end, version)
+            for span, version in zip(result.spans, versions, strict=True)
+        ]
+        self.tokens += result.output_ids
+        self.mask += [True] * len(result.output_ids)
+        self.logprobs += result.logprobs
+        self.sampled += len(result.output_ids)
+
+    def end_turn(self, start: int, finish_reason: str) -> None:
+        self.turns.append(Turn(start, len(self.tokens), finish_reason, tuple(self.spans)))
+        self.spans = []
+
+
+def _check_answer(result: GenerateResult, budget: int) -> None:
+    """EpisodeError unless the answer is within its budget and every token has a log-prob and a version."""
+    count = len(result.output_ids)
+    if count > budget:
+        raise EpisodeError(f"the server answered {count} tokens where at most {budget} were asked for")
+    if len(result.logprobs) != count:
+        raise EpisodeError(f"the server answered {count} tokens with {len(result.logprobs)} log-probs")
+    for position, logprob in enumerate(result.logprobs):
+        if not math.isfinite(logprob):
+            raise EpisodeError(f"the server answered log-prob {logprob} at token {position} of its answer")
+    borders = [0, *(end for _, end, _ in result.spans)]
+    gapless = all(start == border < end for border, (start, end, _) in zip(borders, result.spans, strict=False))
+    if not gapless or borders[-1] != count:
+        raise EpisodeError(f"version spans {[*map(tuple, result.spans)]} do not tile the {count} tokens of the answer")
+
+
+@dataclass
+class _Runner:
+    """The state of one ``run_episode`` call."""
+
+    generate: Generate
+    environment: Environment
+    episode: Episode
+    sampling: SamplingParams
+    context_length: int
+    seed_for_turn: Callable[[int], int | None]
+    request_id: str
+
+    async def run(self) -> tuple[_Record, Outcome]:
+        with _environment_code("reset"):
+            prompt = await self.episode.reset()
+        if not isinstance(prompt, Observation) or not prompt.token_ids:
+            raise EpisodeError(f"reset returned {prompt!r}, not an Observation with tokens")
+        record = _Record.of_prompt(prompt.token_ids)
+        if self._budget(record) < 1:
+            raise EpisodeError(
+                f"the prompt of {len(record.tokens)} tokens leaves no room for an answer in a context of "
+                f"{self.context_length} tokens; shorten the prompts or take a longer context"
+            )
+        while True:
+            action = await self._answer(record)
+            result = await self._step(action)
+            if isinstance(result, Outcome):
+                return record, result
+            if self._budget(record, upcoming=len(result.token_ids)) < 1:
+                return record, await self._final_outcome()
+            record.observe(result.token_ids)
+
+    def _budget(self, record: _Record, upcoming: int = 0) -> int:
+        """Tokens that the next answer may have, after ``upcoming`` observation tokens."""
+        cap = self.environment.sampling.get("max_new_tokens", self.sampling.max_new_tokens)
+        left = self.sampling.max_new_tokens - record.sampled
+        return min(cap, left, self.context_length - len(record.tokens) - upcoming)
+
+    async def _answer(self, record: _Record) -> Action:
+        """Sample one answer into ``record``, resuming it after every abort."""
+        turn, start, budget = len(record.turns), len(record.tokens), self._budget(record)
+        seed = self.seed_for_turn(turn)
+        attempt = empty = 0
+        while True:
+            offset = len(record.tokens) - start
+            left = budget - offset
+            request_id = f"{self.request_id}/{turn}.{attempt}"
+            result = await self.generate(tuple(record.tokens), self._parameters(left, seed, offset), request_id)
+            _check_answer(result, left)
+            record.append(result)
+            if result.finish_reason != "abort":
+                reason = result.finish_reason
+                break
+            if len(record.tokens) - start == budget:
+                reason = "length"
+                break
+            attempt += 1
+            empty = 0 if result.output_ids else empty + 1
+            if empty == MAX_EMPTY_ABORTS:
+                raise EpisodeError(f"the server aborted the generation {empty} times in a row without a token")
+        if len(record.tokens) == start:
+            raise EpisodeError(f"the server answered no token (finish reason {reason!r})")
+        record.end_turn(start, reason)
+        answer = tuple(record.tokens[start:])
+        with _environment_code("decode"):
+            text = self.environment.decode(answer)
+        return Action(answer, text, reason)
+
+    def _parameters(self, max_new_tokens: int, seed: int | None, offset: int) -> SamplingParams:
+        """``offset`` tokens of the answer exist already: servers count a seed's positions from 0 in every request, so
+        a resumed one moves the seed on instead of drawing the same random numbers again."""
+        extra: dict[str, Any] = {**self.environment.sampling, "max_new_tokens": max_new_tokens}
+        if seed is not None:
+            extra["sampling_seed"] = (seed + offset * _SEED_STRIDE) % 2**31
+        try:
+            return replace(self.sampling, **extra)
+        except (TypeError, ProtocolError) as error:
+            raise EpisodeError(f"its sampling parameters {dict(self.environment.sampling)}: {error}") from error
+
+    async def _step(self, action: Action) -> Observation | Outcome:
+        with _environment_code("step"):
+            result = await self.episode.step(action)
+        if not isinstance(result, Observation | Outcome):
+            raise EpisodeError(f"step returned {result!r}, neither an Observation nor an Outcome")
+        if isinstance(result, Outcome) and not math.isfinite(result.reward):
+            raise EpisodeError(f"step returned reward {result.reward}; give a finite number")
+        return result
+
+    async def _final_outcome(self) -> Outcome:
+        result = await self._step(Action((), "", "length"))
+        if not isinstance(result, Outcome):
+            raise EpisodeError("step returned an Observation although no room was left; it must return an Outcome")
+        return result
+
+    async def run_and_close(self) -> tuple[_Record, Outcome]:
+        """``run``, then close the episode; a failure to close never hides why ``run`` failed."""
+        try:
+            result = await self.run()
+        except BaseException as error:
+            try:
+                await self._close()
+            except EpisodeError as second:
+                error.add_note(str(second))
+            raise
+        await self._close()
+        return result
+
+    async def _close(self) -> None:
+        with _environment_code("close"):
+            await self.episode.close()
+
+
+async def run_episode(
+    generate: Generate,
+    environment: Environment,
+    example: Example,
+    *,
+    group_id: int,
+    sample_index: int,
+    sampling: SamplingParams,
+    context_length: int,
+    seed_for_turn: Callable[[int], int | None],
+) -> Trajectory:
+    """Run one episode of ``example`` to its end and return its trajectory.
+
+    ``seed_for_turn(turn)`` is the sampling seed of answer ``turn`` = 0, 1, ..., or None to send none.
+
+    Raises EpisodeError when the environment or the server's answer is at fault; what ``generate``
+    raises passes unchanged. The episode is closed in every case, cancellation included.
+    """
+    label = f"environment {environment.name}, prompt {example.prompt_id}, sample {group_id}/{sample_index}"
+    request_id = f"{example.prompt_id}/{group_id}/{sample_index}"
+    try:
+        with _environment_code("episode"):
+            episode = environment.episode(example)
+        runner = _Runner(generate, environment, episode, sampling, context_length, seed_for_turn, request_id)
+        record, outcome = await runner.run_and_close()
+    except EpisodeError as error:
+        raise EpisodeError(f"{label}: {error}") from error.__cause__
+    return Trajectory(
+        group_id=group_id, sample_index=sample_index, prompt_id=example.prompt_id,
+        prompt_length=record.turns[0].start, tokens=np.asarray(record.tokens, dtype=np.int32),
+        loss_mask=np.asarray(record.mask, dtype=np.bool_),
+        behavior_logprobs=np.asarray(record.logprobs, dtype=np.float32), turns=tuple(record.turns),
+        reward=float(outcome.reward), info=dict(outcome.info),
+    )  # fmt: skip

@@ -1,0 +1,188 @@
+"""Asynchronous client of one rollout server: SGLang or the embedded engine, over the same HTTP API.
+
+Token ids are checked before anything is sent: SGLang dies of an id outside its vocabulary. Every
+request has a deadline, and every failure names the server, the endpoint and the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from . import protocol
+from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
+
+#: Establishing a TCP connection is quick or hopeless; it does not get the whole request timeout.
+CONNECT_TIMEOUT_S = 10.0
+
+
+class ServerError(RuntimeError):
+    """The server answered and refused: HTTP ``status`` and its ``message``."""
+
+    def __init__(self, url: str, endpoint: str, status: int, message: str):
+        super().__init__(f"rollout server {url}{endpoint} answered {status}: {message}")
+        self.url, self.endpoint, self.status, self.message = url, endpoint, status, message
+
+
+class ServerUnavailable(RuntimeError):
+    """The server did not answer: connection refused or lost, or the deadline passed."""
+
+    def __init__(self, url: str, endpoint: str, reason: str):
+        super().__init__(f"rollout server {url}{endpoint} is unavailable: {reason}")
+        self.url, self.endpoint, self.reason = url, endpoint, reason
+
+
+class ServerClient:
+    """Client of the server at ``base_url``. ``timeout_s`` bounds every single request.
+
+    Requests raise ServerError (refused), ServerUnavailable (no answer) or ProtocolError (an id
+    outside [0, vocab_size), or an answer that does not follow the protocol).
+    """
+
+    def __init__(self, base_url: str, vocab_size: int, timeout_s: float):
+        self.base_url = base_url.rstrip("/")
+        self.vocab_size = vocab_size
+        self.timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    # ------------------------------------------------------------ generation
+
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, rid: str) -> GenerateResult:
+        """One answer to one prompt."""
+        self._check_prompt(input_ids, sampling)
+        reply = await self._post(protocol.GENERATE, protocol.generate_body(input_ids, sampling, rid))
+        return self._parsed(protocol.GENERATE, protocol.parse_generate, reply, self.vocab_size)
+
+    async def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingParams],
+        rids: Sequence[str] | None = None,
+    ) -> list[GenerateResult]:
+        """Answers to an ordered list of prompts, submitted as one request."""
+        body = protocol.generate_batch_body(prompts, samplings, rids)
+        for prompt, sampling in zip(prompts, samplings, strict=True):
+            self._check_prompt(prompt, sampling)
+        reply = await self._post(protocol.GENERATE, body)
+        return self._parsed(protocol.GENERATE, protocol.parse_generate_batch, reply, len(prompts), self.vocab_size)
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probs [L-1] of ``tokens[t]`` given ``tokens[:t]``, t = 1..L-1, at temperature 1."""
+        self._check_prompt(tokens, SamplingParams())
+        reply = await self._post(protocol.GENERATE, protocol.score_body(tokens))
+        return self._parsed(protocol.GENERATE, protocol.parse_score, reply, tokens)
+
+    async def abort(self, rid: str | None = None) -> None:
+        """Ends request ``rid`` (None: every request) with what it has sampled."""
+        await self._post(protocol.ABORT_REQUEST, protocol.abort_body(rid))
+
+    # ------------------------------------------------------------ control
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._post(protocol.PAUSE_GENERATION, protocol.pause_body(mode))
+
+    async def resume(self) -> None:
+        await self._post(protocol.CONTINUE_GENERATION, {})
+
+    async def flush_cache(self) -> None:
+        await self._post(protocol.FLUSH_CACHE, {})
+
+    async def begin_weight_update(self) -> None:
+        await self._control(protocol.BEGIN_WEIGHT_UPDATE, {})
+
+    async def update_weights_from_tensor(self, bucket: bytes, version: str, flush_cache: bool = False) -> None:
+        """One bucket (base64 of a pickled [(name, tensor), ...]), between begin and end."""
+        body = protocol.update_weights_from_tensor_body(bucket, version, flush_cache)
+        await self._control(protocol.UPDATE_WEIGHTS_FROM_TENSOR, body)
+
+    async def end_weight_update(self) -> None:
+        await self._control(protocol.END_WEIGHT_UPDATE, {})
+
+    async def model_info(self) -> dict[str, Any]:
+        """{model_path, weight_version, ...}."""
+        reply = await self._request("GET", protocol.MODEL_INFO, None)
+        if not isinstance(reply, dict):
+            raise ProtocolError(f"rollout server {self.base_url}{protocol.MODEL_INFO}: {reply!r} is not an object")
+        return reply
+
+    async def ready(self) -> bool:
+        """True when the server takes requests; False when it does not answer, or says no."""
+        try:
+            await self._request("GET", protocol.READY, None)
+        except (ServerError, ServerUnavailable):
+            return False
+        return True
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # ------------------------------------------------------------ plumbing
+
+    def _check_prompt(self, input_ids: Sequence[int], sampling: SamplingParams) -> None:
+        if not input_ids:
+            raise ProtocolError("input_ids is empty: a prompt has at least one token")
+        protocol.token_ids(input_ids, "input_ids", self.vocab_size)
+        protocol.token_ids(sampling.stop_token_ids, "stop_token_ids", self.vocab_size)
+
+    async def _control(self, endpoint: str, body: Mapping[str, Any] | bytes) -> None:
+        self._parsed(endpoint, protocol.parse_success, await self._post(endpoint, body))
+
+    def _parsed(self, endpoint: str, parse: Any, *args: Any) -> Any:
+        try:
+            return parse(*args)
+        except ProtocolError as error:
+            raise ProtocolError(f"rollout server {self.base_url}{endpoint}: {error}") from error
+
+    async def _post(self, endpoint: str, body: Mapping[str, Any] | bytes) -> Any:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self._request("POST", endpoint, data)
+
+    async def _request(self, method: str, endpoint: str, data: bytes | None) -> Any:
+        if self._session is None:
+            # No limit on connections: concurrency is bounded by whoever admits requests.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=CONNECT_TIMEOUT_S),
+            )
+        headers = {"Content-Type": "application/json"} if data is not None else None
+        try:
+            async with self._session.request(method, self.base_url + endpoint, data=data, headers=headers) as response:
+                text = await response.text()
+                status = response.status
+        except TimeoutError as error:
+            reason = str(error) or f"no answer within {self.timeout_s:g} s"
+            raise ServerUnavailable(self.base_url, endpoint, reason) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerUnavailable(self.base_url, endpoint, str(error) or type(error).__name__) from error
+        if status != 200:
+            raise ServerError(self.base_url, endpoint, status, _error_message(text))
+        return _decode(text, self.base_url + endpoint)
+
+
+def _decode(text: str, where: str) -> Any:
+    """JSON of a 200 reply; some endpoints answer plain text or nothing, which is returned as text."""
+    if text[:1] not in ("{", "["):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ProtocolError(f"rollout server {where}: reply is not JSON: {text[:200]!r}") from error
+
+
+def _error_message(text: str) -> str:
+    """The message inside an error reply: {message}, {error: {message}} or {error}; else the text itself."""
+    try:
+        reply = json.loads(text)
+    except json.JSONDecodeError:
+        return text.strip()[:500]
+    if isinstance(reply, dict):
+        error = reply.get("error", reply)
+        message = error.get("message") if isinstance(error, dict) else error
+        if message:
+            return str(message)
+    return text.strip()[:500]

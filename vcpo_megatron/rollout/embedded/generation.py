@@ -1,0 +1,66 @@
+"""One answer in the making, as the engine knows it: prompt, sampling, and what was sampled so far."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..protocol import SamplingParams, Span
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """``seed`` drives its draws; ``stop`` holds the ids that end it; ``score_from`` asks for prompt log-probs.
+
+    ``finish`` is None while it runs, then SGLang's ``finish_reason`` object; ``failure`` is the
+    reason why it could not be answered. ``input_logprobs`` [len(prompt) - score_from - 1] are at
+    temperature 1.
+    """
+
+    rid: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    stop: frozenset[int]
+    seed: int
+    score_from: int | None = None
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    input_logprobs: list[float] | None = None
+    retractions: int = 0
+    finish: dict[str, Any] | None = None
+    failure: str = ""
+    arrived: float = field(default_factory=time.monotonic)
+    ended: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.output_ids)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and answer so far."""
+        return self.prompt + tuple(self.output_ids)
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None or bool(self.failure)
+
+    def append(self, token: int, logprob: float) -> None:
+        """Takes one sampled token. As in SGLang, length is looked at before stop tokens."""
+        self.output_ids.append(token)
+        self.logprobs.append(logprob)
+        if len(self.output_ids) >= self.sampling.max_new_tokens:
+            self.finish = {"type": "length", "length": self.sampling.max_new_tokens}
+        elif token in self.stop:
+            self.finish = {"type": "stop", "matched": token}
+
+    def close_span(self, version: str) -> None:
+        """Everything sampled since the last call was sampled by ``version``."""
+        start = self.spans[-1].end if self.spans else 0
+        end = len(self.output_ids)
+        if end == start:
+            return
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(Span(start, end, version))

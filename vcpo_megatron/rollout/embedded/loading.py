@@ -1,0 +1,91 @@
+"""Opening a Hugging Face folder: config, weights, stop tokens, tokenizer. Missing tensors are errors here.
+
+transformers only warns when a checkpoint lacks tensors and fills them with random numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_model(folder: Path, dtype: str) -> Any:
+    """The folder's causal language model in eval mode, as ``dtype``; ModelError says in one line what is wrong."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    read_config(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(f"{folder} has no *.safetensors file")
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # fault boundary: transformers raises many types for a folder that it cannot read
+        reason = str(error).strip().splitlines()
+        raise ModelError(f"cannot load {folder}: {reason[0] if reason else type(error).__name__}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise ModelError(f"the safetensors of {folder} lack {', '.join(missing[:5])}{more}")
+    return model.eval()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of the folder."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{path} not found: a Hugging Face model folder is expected")
+    return _read_json(path)
+
+
+def context_length(config: Mapping[str, Any], requested: int | None) -> int:
+    """``requested``, or the model's ``max_position_embeddings``, which it must not exceed."""
+    limit = config.get("max_position_embeddings")
+    if requested is None:
+        if limit is None:
+            raise ModelError("config.json has no max_position_embeddings: pass --context-length")
+        return int(limit)
+    if limit is not None and requested > limit:
+        raise ModelError(f"--context-length {requested} exceeds the model's max_position_embeddings = {limit}")
+    return requested
+
+
+def stop_tokens(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """End-of-sequence ids: of generation_config.json where it has them, else of config.json."""
+    path = folder / "generation_config.json"
+    value = _read_json(path).get("eos_token_id") if path.is_file() else None
+    if value is None:
+        value = config.get("eos_token_id")
+    if value is None:
+        return frozenset()
+    return frozenset(value if isinstance(value, list) else [value])
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """tokenizer.json as a ``tokenizers.Tokenizer``, or None: tokens in, tokens out needs none."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # fault boundary: tokenizers raises plain Exception for a bad file
+        raise ModelError(f"cannot read {path}: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error

@@ -1,0 +1,161 @@
+"""Weights that arrive over HTTP: safe unpickling, checks before anything changes, one atomic swap.
+
+A bucket is base64 of a pickled [(name, tensor), ...]. Pickle can run code, so only the few
+functions that rebuild a plain tensor are let through, and the storage bytes inside are read with
+torch's own weights-only loader.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .errors import RequestError
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+def _load_storage(data: bytes) -> Any:
+    """torch.storage._load_from_bytes without its unrestricted unpickling."""
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+_ALLOWED = {
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+    ("torch.storage", "_load_from_bytes"): _load_storage,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            raise RequestError(f"serialized_named_tensors: {module}.{name} is not allowed in a weight bucket") from None
+
+
+def decode_bucket(text: object) -> NamedTensors:
+    """The tensors of one bucket; RequestError when it is anything but base64 of a pickled [(name, tensor)]."""
+    if not isinstance(text, str):
+        raise RequestError(f"serialized_named_tensors: expected base64 text, got {type(text).__name__}")
+    try:
+        data = base64.b64decode(text, validate=True)
+        value = _TensorUnpickler(io.BytesIO(data)).load()
+    except RequestError:
+        raise
+    except binascii.Error as error:
+        raise RequestError(f"serialized_named_tensors: not base64: {error}") from error
+    except Exception as error:  # fault boundary: hostile or torn bytes may raise anything in the unpickler
+        raise RequestError(f"serialized_named_tensors: not a pickled list of tensors: {error}") from error
+    if not isinstance(value, list) or not all(_is_named_tensor(item) for item in value):
+        raise RequestError("serialized_named_tensors: expected a pickled list of (name, tensor)")
+    return value
+
+
+def _is_named_tensor(item: object) -> bool:
+    return (
+        isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], torch.Tensor)
+    )
+
+
+class Parameters:
+    """The model's tensors under their Hugging Face names; tied names share one tensor."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = dict(tensors)
+
+    def check(self, named: NamedTensors) -> None:
+        """RequestError naming the first tensor that does not fit; nothing is changed."""
+        for name, tensor in named:
+            target = self._tensors.get(name)
+            if target is None:
+                raise RequestError(f"unknown parameter {name!r}: the model has no tensor of that name")
+            if tensor.shape != target.shape:
+                raise RequestError(
+                    f"parameter {name!r} has shape {list(tensor.shape)}, the model's is {list(target.shape)}"
+                )
+            if tensor.dtype != target.dtype:
+                raise RequestError(f"parameter {name!r} is {tensor.dtype}, the model's is {target.dtype}")
+
+    @torch.inference_mode()
+    def load(self, named: NamedTensors) -> None:
+        """Copies checked tensors in place."""
+        for name, tensor in named:
+            self._tensors[name].copy_(tensor)
+
+    def items(self) -> NamedTensors:
+        return list(self._tensors.items())
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of name, dtype, shape and bytes of every tensor."""
+        return {name: _digest(name, tensor) for name, tensor in sorted(self._tensors.items())}
+
+
+def _digest(name: str, tensor: torch.Tensor) -> str:
+    head = f"{name} {tensor.dtype} {list(tensor.shape)}".encode()
+    return hashlib.sha256(head + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def combined_checksum(checksums: Mapping[str, str]) -> str:
+    """One checksum over those of all tensors."""
+    lines = "".join(f"{name} {value}\n" for name, value in sorted(checksums.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+class UpdateSession:
+    """Tensors between ``begin`` and ``end``: staged, checked one by one, and taken together.
+
+    A client that dies half-way leaves the old weights whole; the next ``begin`` starts anew. So does a
+    bucket that was refused: ``end`` then loads nothing, for what is left is no version.
+    """
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters = parameters
+        self._staged: NamedTensors = []
+        self._version: str | None = None
+        self._refused = ""
+        self.open = False
+
+    def begin(self) -> int:
+        """Opens a session; returns how many tensors of an unfinished one were discarded."""
+        discarded = len(self._staged)
+        self._close()
+        self.open = True
+        return discarded
+
+    def require_open(self, endpoint: str) -> None:
+        if not self.open:
+            raise RequestError(f"{endpoint} needs an open weight update: send /begin_weight_update first")
+
+    def refuse(self, reason: str) -> None:
+        """Marks the open session as spoiled."""
+        self._refused = self._refused or reason
+
+    def stage(self, buckets: Sequence[NamedTensors], version: str | None) -> None:
+        """Adds buckets; RequestError, with nothing added, when a tensor does not fit the model."""
+        for bucket in buckets:
+            self._parameters.check(bucket)
+        for bucket in buckets:
+            self._staged.extend(bucket)
+        self._version = self._version if version is None else version
+
+    def end(self) -> tuple[NamedTensors, str | None]:
+        """Closes the session and hands over its tensors and version; RequestError when a bucket was refused."""
+        staged, version, refused = self._staged, self._version, self._refused
+        self._close()
+        if refused:
+            raise RequestError(f"no weights were loaded: a bucket of this update was refused: {refused}")
+        return staged, version
+
+    def _close(self) -> None:
+        self._staged, self._version, self._refused, self.open = [], None, "", False

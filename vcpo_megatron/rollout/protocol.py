@@ -1,0 +1,270 @@
+"""The HTTP API of a rollout server, stated once: endpoints, request bodies, and strict reply parsers.
+
+It is SGLang's native API (0.5.23), of which the embedded engine speaks the part that training needs.
+No torch and no HTTP library here: the client, the embedded server and the tests all read this file.
+
+SGLang ignores unknown top-level keys silently, so the builders here are the only place that spells
+keys; and it may leave out what was not asked for, so the parsers check everything they return.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+GENERATE = "/generate"
+PAUSE_GENERATION = "/pause_generation"
+CONTINUE_GENERATION = "/continue_generation"
+ABORT_REQUEST = "/abort_request"
+FLUSH_CACHE = "/flush_cache"
+BEGIN_WEIGHT_UPDATE = "/begin_weight_update"
+END_WEIGHT_UPDATE = "/end_weight_update"
+UPDATE_WEIGHTS_FROM_TENSOR = "/update_weights_from_tensor"
+UPDATE_WEIGHTS_FROM_DISK = "/update_weights_from_disk"
+UPDATE_WEIGHT_VERSION = "/update_weight_version"
+WEIGHTS_CHECKER = "/weights_checker"
+MODEL_INFO = "/model_info"
+SERVER_INFO = "/server_info"
+HEALTH = "/health"
+READY = "/ready"
+
+PauseMode = Literal["abort", "retract", "in_place"]
+PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
+FINISH_REASONS = ("stop", "length", "abort")
+
+#: Seeds are non-negative and fit a signed 64-bit integer.
+MAX_SEED = 2**63 - 1
+
+
+class ProtocolError(ValueError):
+    """A request or a reply does not follow the protocol; the message names the field."""
+
+
+def _integer(value: object, name: str, low: int, high: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        bound = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+        raise ProtocolError(f"{name} = {value!r}: expected {bound}")
+    return value
+
+
+def token_ids(value: object, name: str, vocab_size: int | None = None) -> tuple[int, ...]:
+    """``value`` as a tuple of token ids; ProtocolError names the first that is no id in [0, vocab_size)."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise ProtocolError(f"{name} = {value!r}: expected a list of token ids")
+    high = None if vocab_size is None else vocab_size - 1
+    for index, token in enumerate(value):
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0 or (high is not None and token > high):
+            within = "a non-negative integer" if high is None else f"an id of the vocabulary, 0..{high}"
+            raise ProtocolError(f"{name}[{index}] = {token!r} is not {within}")
+    return tuple(value)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How an answer is sampled; the part of SGLang's ``sampling_params`` that training uses.
+
+    temperature 0 is greedy, with log-probs at temperature 1, as in SGLang. ``ignore_eos`` turns off
+    every stop token, ``stop_token_ids`` included. ``sampling_seed`` makes the draw of each token a
+    function of (seed, position in the answer), whatever else the server runs.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    sampling_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _integer(self.max_new_tokens, "max_new_tokens", 0)
+        temperature = self.temperature
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+            raise ProtocolError(f"temperature = {temperature!r}: expected a number >= 0")
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise ProtocolError(f"temperature = {temperature!r}: expected a number >= 0")
+        if not isinstance(self.ignore_eos, bool):
+            raise ProtocolError(f"ignore_eos = {self.ignore_eos!r}: expected true or false")
+        object.__setattr__(self, "stop_token_ids", token_ids(self.stop_token_ids, "stop_token_ids"))
+        if self.sampling_seed is not None:
+            _integer(self.sampling_seed, "sampling_seed", 0, MAX_SEED)
+
+    def to_json(self) -> dict[str, Any]:
+        """Keys of ``sampling_params``; optional ones only where they differ from the default."""
+        body: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.stop_token_ids:
+            body["stop_token_ids"] = list(self.stop_token_ids)
+        if self.sampling_seed is not None:
+            body["sampling_seed"] = self.sampling_seed
+        return body
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> SamplingParams:
+        """Inverse of ``to_json``; ProtocolError names an unknown key or a bad value."""
+        unknown = sorted(set(body) - set(cls.__slots__))
+        if unknown:
+            raise ProtocolError(
+                f"sampling_params: {', '.join(unknown)} not supported; supported: {', '.join(cls.__slots__)}, n"
+            )
+        values = {key: value for key, value in body.items() if value is not None}
+        return cls(**values)
+
+
+class Span(NamedTuple):
+    """Positions [start, end) of the answer were sampled by weights ``version``."""
+
+    start: int
+    end: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """One answer. ``logprobs[t]`` is log mu(output_ids[t] | ...) at the sampling temperature.
+
+    ``spans`` tile [0, len(output_ids)); ``finish_reason`` is "stop" (the stop token is the last of
+    ``output_ids``), "length" or "abort" (``output_ids`` holds what was sampled until then).
+    """
+
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[Span, ...]
+    finish_reason: str
+
+
+# ---------------------------------------------------------------- request bodies
+
+
+def generate_body(input_ids: Sequence[int], sampling: SamplingParams, rid: str) -> dict[str, Any]:
+    """Body of ``/generate`` for one prompt."""
+    return {"rid": rid, "input_ids": list(input_ids), "sampling_params": sampling.to_json(), "return_logprob": True}
+
+
+def generate_batch_body(
+    prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], rids: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Body of ``/generate`` for an ordered list of prompts, one SamplingParams each."""
+    if not prompts or len(prompts) != len(samplings) or (rids is not None and len(rids) != len(prompts)):
+        raise ProtocolError(
+            f"a batch needs as many sampling params and request ids as prompts, and at least one prompt: got "
+            f"{len(prompts)} prompts, {len(samplings)} sampling params, {'no' if rids is None else len(rids)} ids"
+        )
+    body: dict[str, Any] = {
+        "input_ids": [list(prompt) for prompt in prompts],
+        "sampling_params": [sampling.to_json() for sampling in samplings],
+        "return_logprob": True,
+    }
+    if rids is not None:
+        body["rid"] = list(rids)
+    return body
+
+
+def score_body(tokens: Sequence[int]) -> dict[str, Any]:
+    """Body of ``/generate`` that asks for the log-probs of ``tokens`` and samples nothing."""
+    return {
+        "input_ids": list(tokens),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def pause_body(mode: PauseMode) -> dict[str, Any]:
+    if mode not in PAUSE_MODES:
+        raise ProtocolError(f"pause mode {mode!r}: expected one of {', '.join(PAUSE_MODES)}")
+    return {"mode": mode}
+
+
+def abort_body(rid: str | None) -> dict[str, Any]:
+    """Body of ``/abort_request``; None aborts every request."""
+    return {"abort_all": True} if rid is None else {"rid": rid}
+
+
+def update_weights_from_tensor_body(bucket: bytes, version: str, flush_cache: bool = False) -> bytes:
+    """JSON text of one ``/update_weights_from_tensor``; ``bucket`` is base64 text and is not re-encoded.
+
+    Buckets are large: passing them through ``json.dumps`` would copy and scan them once more.
+    """
+    if not bucket or not bucket.isascii() or b'"' in bucket or b"\\" in bucket:
+        raise ProtocolError("a weight bucket is not base64 text")
+    rest = json.dumps({"load_format": None, "flush_cache": flush_cache, "weight_version": version})
+    return b'{"serialized_named_tensors": ["' + bucket + b'"], ' + rest[1:].encode()
+
+
+# ---------------------------------------------------------------- reply parsers
+
+
+def _field(reply: object, name: str, where: str) -> Any:
+    if not isinstance(reply, Mapping) or name not in reply:
+        raise ProtocolError(f"{where} has no {name!r}")
+    return reply[name]
+
+
+def parse_generate(reply: object, vocab_size: int | None = None) -> GenerateResult:
+    """One answer of ``/generate``; ProtocolError when anything that training needs is missing or inconsistent."""
+    output_ids = token_ids(_field(reply, "output_ids", "generate reply"), "output_ids", vocab_size)
+    meta = _field(reply, "meta_info", "generate reply")
+    finish = _field(_field(meta, "finish_reason", "meta_info"), "type", "finish_reason")
+    if finish not in FINISH_REASONS:
+        raise ProtocolError(f"finish_reason.type {finish!r}: expected one of {', '.join(FINISH_REASONS)}")
+    if not output_ids:
+        return GenerateResult((), (), (), finish)
+    logprobs = _logprobs(_field(meta, "output_token_logprobs", "meta_info"), output_ids, "output_token_logprobs")
+    return GenerateResult(output_ids, logprobs, _spans(meta, len(output_ids)), finish)
+
+
+def parse_generate_batch(reply: object, count: int, vocab_size: int | None = None) -> list[GenerateResult]:
+    """Answers of a list request, in its order."""
+    if not isinstance(reply, list) or len(reply) != count:
+        got = f"{len(reply)} answers" if isinstance(reply, list) else type(reply).__name__
+        raise ProtocolError(f"generate reply: expected a list of {count} answers, got {got}")
+    return [parse_generate(item, vocab_size) for item in reply]
+
+
+def parse_score(reply: object, tokens: Sequence[int]) -> list[float]:
+    """Log-probs [L-1] of ``tokens[1:]`` from the answer to ``score_body``."""
+    entries = _field(_field(reply, "meta_info", "generate reply"), "input_token_logprobs", "meta_info")
+    if not isinstance(entries, list) or len(entries) != len(tokens):
+        raise ProtocolError(f"input_token_logprobs: expected {len(tokens)} entries")
+    return list(_logprobs(entries[1:], tokens[1:], "input_token_logprobs"))
+
+
+def parse_success(reply: object) -> str:
+    """Message of a control reply {success, message}; ProtocolError when it is not a success."""
+    message = str(reply.get("message", "")) if isinstance(reply, Mapping) else repr(reply)
+    if isinstance(reply, Mapping) and reply.get("success", True) is True:
+        return message
+    raise ProtocolError(f"refused: {message}")
+
+
+def _logprobs(entries: object, tokens: Sequence[int], name: str) -> tuple[float, ...]:
+    """Values of [[logprob, id, text], ...], checked against the tokens they belong to."""
+    if not isinstance(entries, list) or len(entries) != len(tokens):
+        got = len(entries) if isinstance(entries, list) else repr(entries)
+        raise ProtocolError(f"{name}: {got} entries for {len(tokens)} tokens")
+    values = []
+    for index, (entry, token) in enumerate(zip(entries, tokens, strict=True)):
+        if not isinstance(entry, Sequence) or len(entry) < 2 or entry[1] != token:
+            raise ProtocolError(f"{name}[{index}] = {entry!r}: expected [logprob, {token}, text]")
+        value = entry[0]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ProtocolError(f"{name}[{index}]: log-prob {value!r} of token {token} is not a finite number")
+        values.append(float(value))
+    return tuple(values)
+
+
+def _spans(meta: object, length: int) -> tuple[Span, ...]:
+    spans = []
+    position = 0
+    for entry in _field(meta, "weight_versions", "meta_info"):
+        start, end = _field(entry, "start", "weight_versions"), _field(entry, "end", "weight_versions")
+        if start != position or not isinstance(end, int) or end <= start:
+            raise ProtocolError(f"weight_versions {meta['weight_versions']!r} do not tile {length} tokens")  # type: ignore[index]
+        spans.append(Span(start, end, str(_field(entry, "version", "weight_versions"))))
+        position = end
+    if position != length:
+        raise ProtocolError(f"weight_versions {meta['weight_versions']!r} do not tile {length} tokens")  # type: ignore[index]
+    return tuple(spans)

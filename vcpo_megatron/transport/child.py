@@ -1,0 +1,121 @@
+"""Starting and stopping child processes so that none outlives the one that started it.
+
+Three things together guarantee it, on Linux:
+
+- PR_SET_PDEATHSIG: the kernel sends the child SIGKILL when its parent dies, kill -9 included. The signal is
+  bound to the *thread* that forked: it also fires when that thread ends. ``start_child`` therefore refuses to
+  run outside the main thread.
+- An own session, hence an own process group: grandchildren that stay in the group (data workers, the manager
+  process that a Megatron checkpoint save leaves behind) are killed with the child by ``stop_child``, whether the
+  child is still alive or not.
+- A check after fork that the parent is still there, for a parent that died before the kernel was told.
+
+No torch here: the supervisor and the orchestrator both use this module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ..config.process import ERROR_PREFIX
+
+_PR_SET_PDEATHSIG = 1
+#: Loaded before any fork: the child may not take the loader's locks.
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+#: First line that ``start_child`` writes into a log. What comes before it belongs to an earlier start.
+_STARTED = "vcpo: started "
+_TAIL_BYTES = 256 * 1024
+_MESSAGE_LENGTH = 500
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """What the child does between fork and exec: the least possible, since only this thread was forked."""
+    prctl, kill_me = _LIBC.prctl, signal.SIGKILL
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, kill_me, 0, 0, 0)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), kill_me)
+
+    return prepare
+
+
+def start_child(command: Sequence[str], *, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start ``command`` in its own session; it gets SIGKILL when this process dies.
+
+    ``env`` is added to this process's environment. Standard input is empty; standard output and error are
+    appended to ``log``, whose folder is made. Call it from the main thread: RuntimeError otherwise, because the
+    child would die with the thread. OSError when the command cannot be executed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(f"{command[0]}: children are started from the main thread only: they die with the thread")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as output:
+        shown = " ".join(" ".join(command).split())[:_MESSAGE_LENGTH]  # one line, whatever an argument holds
+        output.write(f"{_STARTED}{time.strftime('%Y-%m-%d %H:%M:%S')} {shown}\n".encode(errors="replace"))
+        output.flush()
+        return subprocess.Popen(
+            list(command),
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509 - one system call, takes no lock
+        )
+
+
+def signal_group(process: subprocess.Popen[bytes], signum: int) -> None:
+    """Send ``signum`` to the child and to what it left in its process group; nothing when all are gone."""
+    try:
+        os.killpg(process.pid, signum)
+    except (ProcessLookupError, PermissionError):
+        pass  # nobody left; PermissionError: only zombies left, on some kernels
+
+
+def stop_child(process: subprocess.Popen[bytes], *, grace_s: float) -> int:
+    """End the child and its process group; return its exit code (-N: killed by signal N).
+
+    SIGTERM to the group, up to ``grace_s`` seconds for the child itself to end, then SIGKILL to the group. A
+    child that is dead already leaves its group to SIGKILL at once. Blocks at most ``grace_s`` + 10 seconds;
+    subprocess.TimeoutExpired when even SIGKILL does not end it (a process stuck in the kernel).
+    """
+    if process.poll() is None:
+        signal_group(process, signal.SIGTERM)
+        try:
+            process.wait(timeout=grace_s)
+        except subprocess.TimeoutExpired:
+            pass  # SIGKILL follows in any case
+    signal_group(process, signal.SIGKILL)
+    return process.wait(timeout=10.0)
+
+
+def last_error(log: Path) -> str | None:
+    """Why the process that wrote ``log`` ended: its last "vcpo: error: " line without the prefix, else its last
+    non-empty line; None when it wrote nothing since its last start. One line of at most 500 characters."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    fallback = None
+    for raw in reversed(text.splitlines()):
+        if raw.startswith(_STARTED):
+            break
+        line = _ESCAPES.sub("", raw).strip()
+        if line.startswith(ERROR_PREFIX.strip()):
+            return line.removeprefix(ERROR_PREFIX.strip()).strip()[:_MESSAGE_LENGTH]
+        if line and fallback is None:
+            fallback = line[:_MESSAGE_LENGTH]
+    return fallback

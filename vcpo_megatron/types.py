@@ -1,0 +1,181 @@
+"""The records that travel between processes: trajectories, groups, batches, step results.
+
+Everything here is frozen, made of plain Python and numpy, and free of torch, so that the
+orchestrator (which never imports torch) and the learner speak of the same objects.
+
+Positions. A trajectory is one flat token sequence: prompt, then sampled tokens, then (for tool
+use) observation tokens, sampled tokens again, and so on. Every per-token array has the length L of
+that sequence. ``behavior_logprobs[t]`` is log mu(tokens[t] | tokens[:t]); it is 0.0, and carries no
+meaning, where ``loss_mask[t]`` is False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+
+class PolicyVersion(NamedTuple):
+    """Name of one policy: ``number`` optimizer steps since the start, made by run attempt ``attempt``.
+
+    Two attempts of one run may both make a version 17; their names differ ("1.17", "2.17"), so no
+    two policies ever share one. Staleness compares numbers only.
+    """
+
+    attempt: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.attempt}.{self.number}"
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyVersion:
+        """Inverse of ``str``; raises ValueError naming the text when it is not ATTEMPT.NUMBER."""
+        attempt, dot, number = text.partition(".")
+        if not (dot and attempt.isdecimal() and number.isdecimal()):
+            raise ValueError(f"policy version {text!r} is not of the form ATTEMPT.NUMBER")
+        return cls(int(attempt), int(number))
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Token positions [start, end) of a trajectory were sampled by policy ``version``."""
+
+    start: int
+    end: int
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer of a rollout server: positions [start, end) were sampled in it.
+
+    ``finish_reason`` is "stop", "length" or "abort". ``spans`` tile [start, end) without gaps.
+    """
+
+    start: int
+    end: int
+    finish_reason: str
+    spans: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One finished sample of a prompt.
+
+    tokens             int32   [L]  prompt, sampled tokens and observations, as the server saw them
+    loss_mask          bool    [L]  True where the policy sampled the token
+    behavior_logprobs  float32 [L]  log mu recorded at sampling, at the sampling temperature
+    """
+
+    group_id: int
+    sample_index: int
+    prompt_id: str
+    prompt_length: int
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    behavior_logprobs: np.ndarray
+    turns: tuple[Turn, ...]
+    reward: float
+    info: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        length = len(self.tokens)
+        for name, dtype in (("tokens", np.int32), ("loss_mask", np.bool_), ("behavior_logprobs", np.float32)):
+            array = getattr(self, name)
+            if array.shape != (length,) or array.dtype != dtype:
+                raise ValueError(
+                    f"trajectory {self.uid}: {name} is {array.dtype}{list(array.shape)}, "
+                    f"expected {np.dtype(dtype)}[{length}]"
+                )
+        if not 0 < self.prompt_length <= length or self.loss_mask[: self.prompt_length].any():
+            raise ValueError(
+                f"trajectory {self.uid}: prompt_length {self.prompt_length} does not fit {length} tokens, "
+                "or a prompt token is marked as sampled"
+            )
+
+    @property
+    def uid(self) -> str:
+        """Unique in a run: GROUP/SAMPLE."""
+        return f"{self.group_id}/{self.sample_index}"
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled (trained) tokens."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def versions(self) -> tuple[PolicyVersion, ...]:
+        """Version of every span in order of position."""
+        return tuple(span.version for turn in self.turns for span in turn.spans)
+
+    @property
+    def oldest_version(self) -> int:
+        """Number of the oldest version that sampled a token: what the staleness bound speaks of."""
+        return min(version.number for version in self.versions)
+
+    @property
+    def newest_version(self) -> int:
+        """Number of the newest version that sampled a token."""
+        return max(version.number for version in self.versions)
+
+
+@dataclass(frozen=True)
+class Group:
+    """All samples of one prompt, in order of ``sample_index``; the unit that is trained or dropped."""
+
+    group_id: int
+    prompt_id: str
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def oldest_version(self) -> int:
+        return min(trajectory.oldest_version for trajectory in self.trajectories)
+
+    @property
+    def newest_version(self) -> int:
+        return max(trajectory.newest_version for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one optimizer step trains on: whole groups. ``step`` counts from 0."""
+
+    step: int
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryResult:
+    """What the step found for one trajectory.
+
+    log_ratio  sum over sampled tokens of log pi_theta - log mu
+    weight     min(exp(log_ratio), is_threshold), the weight of its gradient
+    grad_norm  |g_i|, norm of the unweighted score gradient; nan where no backward was taken
+    baseline   b_g of its group
+    """
+
+    group_id: int
+    sample_index: int
+    log_ratio: float
+    weight: float
+    grad_norm: float
+    baseline: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of one optimizer step. ``version`` is the policy it made, number = step + 1.
+
+    ``skipped`` is "" or the reason ("non-finite step") for which parameters were left unchanged.
+    ``metrics`` holds the learner's share of the names that ``metrics.jsonl`` documents.
+    """
+
+    step: int
+    version: PolicyVersion
+    skipped: str
+    metrics: Mapping[str, float]
+    trajectories: tuple[TrajectoryResult, ...]
