@@ -137,6 +137,7 @@ def test_the_fingerprint_follows_everything_an_example_depends_on(make_tokenizer
     settings = [config(), config(options={"modulus": 9}), config(heldout=heldout), config(data=data)]
     prints = [ModularSum(setting, folder, 0).fingerprint for setting in settings]
     prints.append(ModularSum(config(), folder, 1).fingerprint)
+    prints.append(ModularSum(config(heldout=heldout), folder, 1).fingerprint)
     write_prompts(data, ["87654322"])
     prints.append(ModularSum(config(data=data), folder, 0).fingerprint)
     assert len(set(prints)) == len(prints)

@@ -451,7 +451,10 @@ def test_resume_takes_the_newest_complete_checkpoint(
         folder.mkdir(parents=True)
         (folder / ("manifest.json" if complete else "data")).write_text("{}")
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {row}}}\n' for row in range(14)))
-    tell = "(home / 'metrics.jsonl').unlink()\n(home / 'told').write_text(os.environ['VCPO_RESUME_STEP'] + ' ' + os.environ['VCPO_ATTEMPT'])\n"
+    tell = (
+        "(home / 'metrics.jsonl').unlink()\n"
+        "(home / 'told').write_text(os.environ['VCPO_RESUME_STEP'] + ' ' + os.environ['VCPO_ATTEMPT'])\n"
+    )
     with started(tmp_path, resume=True, orchestrator=tell + GOOD_ORCHESTRATOR) as run:
         code, out, err = run.wait()
         assert (code, err) == (0, "") and out.splitlines()[0] == f"{tmp_path}: {says}"

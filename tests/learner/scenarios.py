@@ -49,7 +49,9 @@ def make_config(model: Path, ranks: int, **sections: dict[str, Any]) -> RunConfi
     return RunConfig.model_validate(base)
 
 
-def make_batch(model: Path, step: int = 0, *, spread: float = 0.4, shift: float = 0.0, temperature: float = 0.9) -> Batch:
+def make_batch(
+    model: Path, step: int = 0, *, spread: float = 0.4, shift: float = 0.0, temperature: float = 0.9
+) -> Batch:
     """4 groups of 4 with lengths of 3 to 30 tokens, one group without variance, observation tokens in some.
 
     Behaviour log-probs are the model's own plus noise, so that weights are moderate; ``shift`` moves

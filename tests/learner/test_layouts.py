@@ -87,7 +87,11 @@ def test_step_equals_the_oracle(name: str, outcomes: dict[str, tuple[RunConfig, 
     for key, gradient in oracle.gradients.items():
         if key in outcome["gradients"]:
             torch.testing.assert_close(
-                outcome["gradients"][key].double(), gradient, rtol=0, atol=1e-5 * largest, msg=lambda m, k=key: f"{k}: {m}"
+                outcome["gradients"][key].double(),
+                gradient,
+                rtol=0,
+                atol=1e-5 * largest,
+                msg=lambda m, k=key: f"{k}: {m}",
             )
     assert set(oracle.parameters) - set(outcome["parameters"]) <= {"lm_head.weight"}  # tied: one tensor
     for key, parameter in outcome["parameters"].items():

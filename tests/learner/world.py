@@ -35,9 +35,10 @@ def run_world(ranks: int, function: str, arguments: dict[str, Any], *, timeout_s
         (Path(folder) / "arguments").write_bytes(pickle.dumps(arguments))
         port, processes, logs = free_port(), [], []
         for rank in range(ranks):
+            paths = [str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")]
             env = dict(
                 os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port), OMP_NUM_THREADS="1", PYTHONPATH=f"{root}{os.pathsep}{root / 'tests'}",
+                MASTER_PORT=str(port), OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths),
             )  # fmt: skip
             log = open(Path(folder) / f"log.{rank}", "w+")  # noqa: SIM115
             command = [sys.executable, __file__, function, folder]

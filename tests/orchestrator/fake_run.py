@@ -217,10 +217,13 @@ class FakeClient:
         return list(await asyncio.gather(*(self.generate(*row) for row in zip(prompts, samplings, rids, strict=True))))
 
 
-def answer(input_ids: Sequence[int], sampling: SamplingParams, rid: str, first: str, last: str | None) -> GenerateResult:
+def answer(
+    input_ids: Sequence[int], sampling: SamplingParams, rid: str, first: str, last: str | None
+) -> GenerateResult:
     """Tokens that depend on the seed, or without one on the request id; half by each version when they differ."""
     key = rid if sampling.sampling_seed is None else str(sampling.sampling_seed)
-    digest = hashlib.sha256(f"{list(input_ids)} {key} {last}".encode()).digest()
+    number = PolicyVersion.parse(str(last)).number  # the same policy, whichever attempt made it
+    digest = hashlib.sha256(f"{list(input_ids)} {key} {number}".encode()).digest()
     count = min(sampling.max_new_tokens, 4)
     tokens = tuple(3 + byte % 40 for byte in digest[:count])
     if last == first or count < 2:
@@ -329,7 +332,9 @@ class FakeLearner(threading.Thread):
         self.batches.append(batch)
         self.version = PolicyVersion(self.version.attempt, batch.step + 1)
         results = tuple(
-            TrajectoryResult(t.group_id, t.sample_index, 0.0, 1.0, 1.0, 0.0) for g in batch.groups for t in g.trajectories
+            TrajectoryResult(t.group_id, t.sample_index, 0.0, 1.0, 1.0, 0.0)
+            for group in batch.groups
+            for t in group.trajectories
         )
         skipped = "non-finite step" if batch.step in self.skips else ""
         metrics = {"loss": 0.5, "ess/ratio": 1.0, "time/forward_backward": 0.1}

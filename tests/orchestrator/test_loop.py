@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
-from vcpo_megatron.orchestrator.store import RolloutStore
+from vcpo_megatron.orchestrator.recorder import Recorder
+from vcpo_megatron.orchestrator.store import RolloutStore, StoreError
 from vcpo_megatron.orchestrator.tasks import RunError
 from vcpo_megatron.rollout.fleet import FleetError
 from vcpo_megatron.transport.control import ControlError
@@ -88,7 +92,7 @@ def test_a_failing_trajectory_is_counted_and_ends_its_group_only(tmp_path: Path)
 
 def test_nothing_but_failures_ends_the_run_with_the_commonest(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, config(train={"steps": 500}), environment=FakeEnvironment(fails=lambda example: True))
-    with pytest.raises(RunError, match=r"100 trajectories failed in a row.*the judge is down"):
+    with pytest.raises(RunError, match=r"100 groups failed in a row, .*the judge is down"):
         run.run()
 
 
@@ -247,10 +251,6 @@ def test_the_watchdog_says_who_waits_for_whom(tmp_path: Path, capsys: pytest.Cap
 # --- checkpoints and resume -------------------------------------------------------------------
 
 
-def crash_at(step: int, run: FakeRun) -> None:
-    run.learner.error_at = step
-
-
 @pytest.mark.parametrize("crash", [2, 3, 5])
 @pytest.mark.parametrize("lag", [0, 2])
 def test_resume_trains_every_prompt_exactly_once(tmp_path: Path, crash: int, lag: int) -> None:
@@ -306,3 +306,54 @@ def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     second.environment.fingerprint = "other"
     with pytest.raises(RunError, match=r"not that of checkpoint step_6 \(fingerprint f, now other\)"):
         second.run()
+
+
+# --- recording --------------------------------------------------------------------------------
+
+
+def test_writes_that_come_together_share_a_transaction_in_order(tmp_path: Path) -> None:
+    transactions: list[int] = []
+    seen: list[int] = []
+
+    class CountingStore(RolloutStore):
+        @contextlib.contextmanager
+        def transaction(self) -> Iterator[None]:
+            if not self._in_transaction:
+                transactions.append(len(seen))
+            with super().transaction():
+                yield
+
+    async def main() -> list[int]:
+        recorder = Recorder(lambda: CountingStore(tmp_path / "rollouts.sqlite"))
+        await recorder.open()
+
+        def number(i: int) -> int:
+            time.sleep(0.01)
+            seen.append(i)
+            return 10 * i
+
+        first = recorder.submit(lambda store: number(0))
+        await asyncio.sleep(0.005)  # it is being written
+        rest = [recorder.submit(lambda store, i=i: number(i)) for i in range(1, 6)]  # type: ignore[misc]
+        results = list(await asyncio.gather(first, *rest))
+        await recorder.finish("run ended")
+        return results
+
+    assert asyncio.run(asyncio.wait_for(main(), 10)) == [0, 10, 20, 30, 40, 50]
+    assert seen == list(range(6))
+    assert transactions == [0, 1, 6]  # the first, the five together, the end
+
+
+def test_an_error_in_a_transaction_reaches_everyone_in_it(tmp_path: Path) -> None:
+    async def main() -> list[Any]:
+        recorder = Recorder(lambda: RolloutStore(tmp_path / "rollouts.sqlite"))
+        await recorder.open()
+        good = recorder.submit(lambda store: store.counts())
+        bad = recorder.submit(lambda store: store.drop(99, "x"))
+        found = await asyncio.gather(good, bad, return_exceptions=True)
+        await recorder.finish("run ended")
+        return list(found)
+
+    good, bad = asyncio.run(asyncio.wait_for(main(), 10))
+    assert isinstance(bad, StoreError) and "group 99 was never admitted" in str(bad)
+    assert good is bad  # nothing of the transaction is on disk, so nobody may believe it is

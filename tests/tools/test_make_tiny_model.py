@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vcpo_megatron.config.models import EnvironmentConfig
@@ -130,8 +131,10 @@ def test_the_shipped_tokenizer_is_one_token_a_character_everywhere():
     assert tokenizer.decode([3, 1, 10, 4]) == "31=4"
     messages = [{"role": "user", "content": "123"}]
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == "123="
+    plain = Tokenizer.from_file(str(folder / "tokenizer.json"))  # what rollout and environments load
+    assert plain.encode("0123456789=").ids == list(range(11)) and plain.decode([3, 1, 10, 4]) == "31=4"
     with pytest.raises(Exception, match="UNK"):
-        tokenizer("1a")
+        plain.encode("1a")
 
 
 def test_the_shipped_example_validates():

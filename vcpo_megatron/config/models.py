@@ -35,7 +35,7 @@ class ParallelConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    baseline: Literal["opob", "opob_leave_one_out", "group_mean", "zero"] = "opob"
+    baseline: Literal["opob", "group_mean", "zero"] = "opob"
     is_level: Literal["sequence", "token", "none"] = "sequence"
     is_threshold: float = Field(
         8.0, gt=0, allow_inf_nan=True, description="weights are truncated at this value; inf: never"

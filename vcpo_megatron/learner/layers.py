@@ -54,9 +54,7 @@ class PackedAttention(MegatronModule):
             q, k, v = (z.view(n, t, *z.shape[1:]).transpose(1, 2) for z in (query, key, value))
             return self._attend(q, k, v).transpose(1, 2).reshape(n * t, -1)
         pieces = zip(*(z.split(lengths) for z in (query, key, value)), strict=True)
-        outputs = [
-            self._attend(*(z.transpose(0, 1)[None] for z in piece))[0].transpose(0, 1) for piece in pieces
-        ]
+        outputs = [self._attend(*(z.transpose(0, 1)[None] for z in piece))[0].transpose(0, 1) for piece in pieces]
         return torch.cat(outputs).reshape(query.shape[0], -1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from ..config.models import RunConfig
 from ..conversion.families import Family, ModelShape, family_for
 from ..conversion.hf import HFFolder
-from ..conversion.shards import load_shard
+from ..conversion.shards import load_shard, unconsumed
 from . import platform
 from .layers import PackedAttention, RMSNorm
 from .parallel import Parallel
@@ -119,6 +119,9 @@ def build_model(config: RunConfig, parallel: Parallel, *, load: bool) -> tuple[G
     model.to(platform.device())
     _mark_tensor_parallel(model, family, parallel)
     if load:
+        if parallel.rank == 0:  # tensors that the model does not have would be ignored without a word
+            for name, reason in unconsumed(folder, family, shape).items():
+                print(f"{folder.path}: {name} is not loaded: {reason}", flush=True)
         _load_weights(model, folder, family, shape, parallel, padded)
     return model, family, shape
 

@@ -1,8 +1,8 @@
 """Process groups of the learner: Megatron's own, and the few that the method adds.
 
-    command     gloo, all ranks: commands and batches from rank 0, agreed numbers (CPU tensors)
-    statistics  this replica's TP x PP x CP ranks: squared gradient norms of a group are summed here
-    log_ratio   from the last pipeline stage to each earlier one: l_i, before that pack's backward
+command     gloo, all ranks: commands and batches from rank 0, agreed numbers (CPU tensors)
+statistics  this replica's TP x PP x CP ranks: squared gradient norms of a group are summed here
+log_ratio   from the last pipeline stage to each earlier one: l_i, before that pack's backward
 """
 
 from __future__ import annotations

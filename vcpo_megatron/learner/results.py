@@ -95,13 +95,13 @@ class RowTable:
 class RowFacts:
     """What is known of the N rows before the step, in the order of the batch.
 
-    rewards, inverse_std, default_baseline, token_coefficients, sampled_tokens: float64 [N];
-    has_variance: bool [N], of the row's group. The default baseline stands where OPOB was not taken.
+    rewards, inverse_std, centre, token_coefficients, sampled_tokens: float64 [N];
+    has_variance: bool [N], of the row's group. ``centre`` is the baseline where OPOB was not taken.
     """
 
     rewards: torch.Tensor
     inverse_std: torch.Tensor
-    default_baseline: torch.Tensor
+    centre: torch.Tensor
     has_variance: torch.Tensor
     token_coefficients: torch.Tensor
     sampled_tokens: torch.Tensor
@@ -109,19 +109,21 @@ class RowFacts:
 
     @classmethod
     def of(
-        cls, groups: Sequence[Sequence[Row]], scales: Sequence[GroupScale], coefficients: torch.Tensor, baseline: str
-    ) -> RowFacts:
-        """Facts of the rows of ``groups``; ``scales`` has one entry a group, ``coefficients`` one a row."""
+        cls, groups: Sequence[Sequence[Row]], scales: Sequence[GroupScale], centres: Sequence[float],
+        coefficients: torch.Tensor,
+    ) -> RowFacts:  # fmt: skip
+        """Facts of the rows of ``groups``; ``scales`` and ``centres`` have one entry a group, ``coefficients`` one
+        a row."""
         rows = [row.trajectory for group in groups for row in group]
         sizes = torch.tensor([len(group) for group in groups], dtype=torch.int64)
 
-        def column(values: list[float]) -> torch.Tensor:
+        def column(values: Sequence[float]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes)
 
         return cls(
             rewards=torch.tensor([t.reward for t in rows], dtype=torch.float64),
             inverse_std=column([scale.inverse_std for scale in scales]),
-            default_baseline=column([0.0 if baseline == "zero" else scale.mean for scale in scales]),
+            centre=column(centres),
             has_variance=column([float(scale.has_variance) for scale in scales]) > 0,
             token_coefficients=coefficients,
             sampled_tokens=torch.tensor([t.num_sampled for t in rows], dtype=torch.float64),
@@ -129,8 +131,8 @@ class RowFacts:
         )
 
     def baselines(self, table: RowTable) -> torch.Tensor:
-        """b of every row: OPOB's where it was taken, else the default of the method."""
-        return torch.where(table.grad_norm.isnan(), self.default_baseline, table.baseline)
+        """b of every row: OPOB's where it was taken, else the centre of its group."""
+        return torch.where(table.grad_norm.isnan(), self.centre, table.baseline)
 
 
 def step_metrics(

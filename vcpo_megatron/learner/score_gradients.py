@@ -189,9 +189,7 @@ def _vector_gradient(
 def _tied_rows(scores: PackScores, inputs: torch.Tensor, grads: torch.Tensor) -> list[torch.Tensor]:
     """Rows of each W_i that the same trajectory's embedding gradient will meet: [u_i, d] each."""
     assert scores.tied_ids is not None
-    return [
-        grads[scores.segment(i)][:, ids].t() @ inputs[scores.segment(i)] for i, ids in enumerate(scores.tied_ids)
-    ]
+    return [grads[scores.segment(i)][:, ids].t() @ inputs[scores.segment(i)] for i, ids in enumerate(scores.tied_ids)]
 
 
 class _ScoredLinear(torch.autograd.Function):
@@ -356,9 +354,7 @@ def attach(
     return parameters
 
 
-def _attach_linear(
-    module: Any, switch: ScoreSwitch, names: dict[int, str], group: dist.ProcessGroup
-) -> None:
+def _attach_linear(module: Any, switch: ScoreSwitch, names: dict[int, str], group: dist.ProcessGroup) -> None:
     original = module._forward_impl
     is_tied_output = module.weight is None  # GPTModel then hands the embedding's weight over at every call
 
@@ -403,9 +399,7 @@ def _attach_embedding(module: Any, switch: ScoreSwitch, names: dict[int, str], t
     module.forward = types.MethodType(forward, module)
 
 
-def _attach_norm(
-    module: Any, switch: ScoreSwitch, names: dict[int, str], path: str, group: dist.ProcessGroup
-) -> None:
+def _attach_norm(module: Any, switch: ScoreSwitch, names: dict[int, str], path: str, group: dist.ProcessGroup) -> None:
     original = module.forward
     parallel = dist.get_world_size(group) > 1
     sequence_parallel = parallel and module.weight.sequence_parallel

@@ -13,9 +13,10 @@ A loss is minimised, so what flows backward is -g_i; everything is linear in it 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,12 @@ from .results import RowFacts, RowTable, step_metrics, trajectory_results
 from .score_gradients import PackScores, ScoreSwitch, attach
 from .training import Trainable
 
+#: Steps, all on-policy, whose median ESS ratio is the base when ``base_ess_ratio`` is "auto".
+AUTO_BASE_STEPS = 5
+
+#: What rewards are centred on before any norm is known: the baseline itself, or m_g until OPOB corrects it.
+_CENTRES = {"opob": baselines.group_mean, "group_mean": baselines.group_mean, "zero": baselines.zero}
+
 
 @dataclass
 class _Coefficients:
@@ -51,9 +58,25 @@ class _Coefficients:
 
 @dataclass
 class EssState:
-    """What the step size and the anchor remember between steps; part of a checkpoint."""
+    """What the step size and the anchor remember between steps; part of a checkpoint.
+
+    first_ratios  ESS ratios of the first steps taken, all on-policy, while ``base_ess_ratio`` is "auto"
+    """
 
     previous_ratio: float = 1.0
+    first_ratios: list[float] = field(default_factory=list)
+
+    def base(self, configured: float | str) -> float | None:
+        """base_ess_ratio: the configured number, or the median of the first steps; None until it is known."""
+        if not isinstance(configured, str):
+            return configured
+        return statistics.median(self.first_ratios) if len(self.first_ratios) == AUTO_BASE_STEPS else None
+
+    def record(self, ratio: float) -> None:
+        """A step was taken with this ratio."""
+        self.previous_ratio = ratio
+        if len(self.first_ratios) < AUTO_BASE_STEPS:
+            self.first_ratios.append(ratio)
 
 
 class VcpoStep:
@@ -76,8 +99,9 @@ class VcpoStep:
             )  # fmt: skip
             self._sums = OpobSums(parameters, parallel, self._correction, config.algorithm.opob_accumulators)
         self._scales: list[GroupScale] = []
+        self._centres: list[float] = []
         self._table = RowTable(0)
-        self._facts = RowFacts.of([], [], torch.zeros(0, dtype=torch.float64), "opob")
+        self._facts = RowFacts.of([], [], [], torch.zeros(0, dtype=torch.float64))
         self._sends: list[dist.Work] = []
 
     @property
@@ -107,7 +131,7 @@ class VcpoStep:
         if not skipped:
             learning_rate = self._agreed(self.trainable.scheduled_learning_rate() * scale)
             total_norm = self.trainable.optimizer_step(learning_rate)
-            self.ess_state.previous_ratio = ratio
+            self.ess_state.record(ratio)
         facts, weights = self._facts, gradient_weights(table.log_ratio, self.config.algorithm)
         metrics = step_metrics(
             table, facts, weights, ess_ratio=ratio, ess_ratio_truncated=self._ess_ratio(table.log_ratio, "truncated"),
@@ -123,7 +147,8 @@ class VcpoStep:
 
     def _step_scale(self, ratio: float) -> float:
         algorithm = self.config.algorithm
-        return step_scale(ratio, algorithm.base_ess_ratio, algorithm.ess_rule) if algorithm.ess_scaling else 1.0
+        base = self.ess_state.base(algorithm.base_ess_ratio)
+        return step_scale(ratio, base, algorithm.ess_rule) if algorithm.ess_scaling and base is not None else 1.0
 
     def _coefficients(self, pack: Pack, log_ratio: torch.Tensor) -> _Coefficients:
         """r_i and q_i from l_i [n]; on every stage alike."""
@@ -131,9 +156,8 @@ class VcpoStep:
         scale = self._scales[pack.group]
         rewards = self._facts.rewards[[row.index for row in pack.rows]]
         weight = gradient_weights(log_ratio, algorithm)
-        centre = 0.0 if algorithm.baseline == "zero" else scale.mean
         anchor = algorithm.behavior_anchor * (1.0 - self.ess_state.previous_ratio)
-        return _Coefficients(weight * (rewards - centre) * scale.inverse_std + anchor, weight)
+        return _Coefficients(weight * (rewards - self._centres[pack.group]) * scale.inverse_std + anchor, weight)
 
     def _correction(self, group: int, rows: Sequence[int], norms: torch.Tensor) -> float:
         """b_g of a group whose |g_i| are known; the factor of S_g in what is minimised."""
@@ -160,15 +184,13 @@ class VcpoStep:
         rows = [row for group in groups for row in group]
         self._table = RowTable(len(rows))
         algorithm = self.config.algorithm
-        self._scales = [
-            group_scale(torch.tensor([row.trajectory.reward for row in group]).double(), algorithm.normalize_std)
-            for group in groups
-        ]
+        self._scales = [group_scale(_rewards(group), algorithm.normalize_std) for group in groups]
+        self._centres = [_CENTRES[algorithm.baseline](_rewards(group)).value for group in groups]
         sampled = torch.tensor([row.trajectory.num_sampled for row in rows])
         coefficients = normalization.token_coefficients(
             algorithm.loss_normalization, sampled, self.config.rollout.max_new_tokens
         )
-        self._facts = RowFacts.of(groups, self._scales, coefficients, algorithm.baseline)
+        self._facts = RowFacts.of(groups, self._scales, self._centres, coefficients)
         shares = assign_groups([sum(row.cost for row in group) for group in groups], self.parallel.data_size)
         mine = shares[self.parallel.data_rank]
         silent = [row for g in mine if not self._scales[g].has_variance for row in groups[g]]
@@ -335,3 +357,7 @@ def gradient_weights(log_ratio: torch.Tensor, algorithm: AlgorithmConfig) -> tor
     if algorithm.is_level == "sequence":
         return importance.truncated_weights(log_ratio, algorithm.is_threshold)
     return torch.ones_like(log_ratio)
+
+
+def _rewards(group: Sequence[Row]) -> torch.Tensor:
+    return torch.tensor([row.trajectory.reward for row in group], dtype=torch.float64)

@@ -68,6 +68,7 @@ def _optimizer_config(config: RunConfig) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         lr=chosen.lr,
+        min_lr=0.0,
         weight_decay=chosen.weight_decay,
         adam_beta1=chosen.betas[0],
         adam_beta2=chosen.betas[1],

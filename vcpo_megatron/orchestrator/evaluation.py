@@ -42,7 +42,8 @@ def mean_reward(rewards: Sequence[float], failures: Sequence[str], version: int)
 
 
 class Evaluation:
-    """Evaluates ``versions`` (ascending) one after the other."""
+    """Evaluates ``versions`` (ascending) one after the other. A sample that is not done within ``timeout_s`` seconds
+    failed: an environment that hangs does not hold up the run for ever."""
 
     def __init__(
         self,
@@ -52,7 +53,10 @@ class Evaluation:
         rules: SamplingRules,
         log: MetricsLog,
         versions: Sequence[int],
+        *,
+        timeout_s: float,
     ) -> None:
+        self._timeout_s = timeout_s
         self._environment = environment
         self._fleet = fleet
         self._sync = sync
@@ -95,11 +99,12 @@ class Evaluation:
                 lambda: self._fleet.lease(1, among=among, allowed=lambda number: number == version)
             )
             try:
-                trajectory = await run_episode(
-                    lease.generate, self._environment, example, group_id=EVALUATION_GROUP, sample_index=index,
-                    sampling=self._rules.sampling, context_length=self._rules.context_length,
-                    seed_for_turn=lambda turn: None,
-                )  # fmt: skip
+                async with asyncio.timeout(self._timeout_s):
+                    trajectory = await run_episode(
+                        lease.generate, self._environment, example, group_id=EVALUATION_GROUP, sample_index=index,
+                        sampling=self._rules.sampling, context_length=self._rules.context_length,
+                        seed_for_turn=lambda turn: None,
+                    )  # fmt: skip
                 rewards[index] = trajectory.reward
             except Exception as error:  # fault boundary: one held-out sample fails, it is counted and said
                 failures.append(one_line(error))

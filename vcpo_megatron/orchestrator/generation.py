@@ -26,9 +26,6 @@ from .recorder import Recorder
 from .store import RolloutStore
 from .tasks import RunError, cancel
 
-#: So many failures in a row, without one trajectory between them, end the run.
-MAX_CONSECUTIVE_FAILURES = 100
-
 
 @dataclass
 class Cursor:
@@ -71,9 +68,12 @@ def one_line(error: BaseException) -> str:
 
 
 class FailureCounter:
-    """Ends the run when nothing but failures comes."""
+    """Ends the run when ``limit`` groups fail in a row, without one complete group between them.
 
-    def __init__(self, limit: int = MAX_CONSECUTIVE_FAILURES) -> None:
+    Failures may be quick and successes slow: the limit is several times the number of groups in flight.
+    """
+
+    def __init__(self, limit: int) -> None:
         self._limit = limit
         self._in_a_row: Counter[str] = Counter()
 
@@ -86,7 +86,7 @@ class FailureCounter:
         total = sum(self._in_a_row.values())
         if total >= self._limit:
             reason, count = self._in_a_row.most_common(1)[0]
-            raise RunError(f"{total} trajectories failed in a row, {count} of them with: {reason}")
+            raise RunError(f"{total} groups failed in a row, {count} of them with: {reason}")
 
 
 class Generation:
@@ -105,6 +105,7 @@ class Generation:
         group_size: int,
         total_groups: int,
         positions: Mapping[int, int],
+        failures: FailureCounter,
     ) -> None:
         self._environment = environment
         self._fleet = fleet
@@ -117,7 +118,7 @@ class Generation:
         self._groups: dict[int, _Group] = {}  # with something in flight
         self._positions = dict(positions)  # of all live groups
         self._tasks: set[asyncio.Future[None]] = set()
-        self._failures = FailureCounter()
+        self._failures = failures
         self._error: BaseException | None = None
 
     async def run(self) -> None:
@@ -180,7 +181,6 @@ class Generation:
             return
         finally:
             group.lease.release()
-        self._failures.success()
         await self._store(group, trajectory)
 
     async def _store(self, group: _Group, trajectory: Trajectory) -> None:
@@ -188,6 +188,7 @@ class Generation:
             self._batcher.add(trajectory)
         if group.group_id in self._groups and all(task.done() for task in group.tasks - {asyncio.current_task()}):
             del self._groups[group.group_id]
+            self._failures.success()
 
     async def _failed(self, group: _Group, sample_index: int, error: Exception) -> None:
         """Count one failure; the other members of the group are ended with it."""

@@ -42,7 +42,7 @@ from ..types import Batch, PolicyVersion
 from .batcher import Batcher
 from .evaluation import Evaluation, evaluating_servers
 from .exact import ExactRun, ExactSampler
-from .generation import Cursor, Generation, SamplingRules
+from .generation import Cursor, FailureCounter, Generation, SamplingRules
 from .learner_link import ControlSocket, LearnerLink, version_mismatch
 from .probe import compare
 from .recorder import Recorder
@@ -141,7 +141,7 @@ class Controller:
                     f"the environment is not that of checkpoint step_{step} (fingerprint {before}, now {now}): resume "
                     "with the same environment section and files, or start a new run"
                 )
-        plan = await self._recorder.run(lambda store: store.resume(step, state.get("store")))
+        plan = await self._recorder.write(lambda store: store.resume(step, state.get("store")))
         return plan, state
 
     def _start(self, plan: ResumePlan, state: dict[str, Any], cursor: Cursor, every: int) -> tuple[Trainer, Start]:
@@ -207,6 +207,7 @@ class Controller:
         replay = Replay(self._parts.recorded, trainer, self._recorder, plan, steps=self._parts.steps)
         self._describe.append(replay.describe)
         if await self._unless_stopped(self._connect()):
+            trainer.begin()
             await replay.run(self._stop)
 
     async def _exact(self, fleet: Fleet, plan: ResumePlan, state: dict[str, Any]) -> None:
@@ -226,6 +227,7 @@ class Controller:
 
         async def main() -> None:
             if await self._unless_stopped(self._start_servers(fleet, sync)):
+                trainer.begin()
                 await run.run()
 
         await run_beside(main(), fleet.supervise(), sync.run())
@@ -240,9 +242,12 @@ class Controller:
         generation = Generation(
             self._parts.environment, fleet, batcher, self._recorder, cursor, self._rules(),
             group_size=config.train.group_size, total_groups=self._parts.steps * config.train.groups_per_step,
-            positions=plan.cursors,
+            positions=plan.cursors, failures=FailureCounter(_failure_limit(config)),
         )  # fmt: skip
-        evaluation = Evaluation(self._parts.environment, fleet, sync, self._rules(), trainer.log, start.versions)
+        evaluation = Evaluation(
+            self._parts.environment, fleet, sync, self._rules(), trainer.log, start.versions,
+            timeout_s=config.staleness.wait_s,
+        )  # fmt: skip
         self._take_weights = sync.offer
         self._describe += [batcher.describe, generation.describe, evaluation.describe, fleet.describe]
         fleet.launch()
@@ -258,6 +263,7 @@ class Controller:
     async def _train(
         self, trainer: Trainer, batcher: Batcher, generation: Generation, evaluation: Evaluation, sync: WeightSync
     ) -> None:
+        trainer.begin()
         while trainer.version < self._parts.steps:
             started = time.monotonic()
             batch = await self._next_batch(batcher, generation, evaluation)
@@ -328,3 +334,8 @@ class Controller:
             elif time.monotonic() - since > patience:
                 print(f"nothing moved for {patience:g} s: " + "; ".join(part() for part in self._describe), flush=True)
                 since = time.monotonic()
+
+
+def _failure_limit(config: RunConfig) -> int:
+    """Failed groups in a row that end the run: many times what can be in flight."""
+    return max(100, 10 * (config.staleness.max_staleness + 1) * config.train.groups_per_step)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..rollout.client import ServerError, ServerUnavailable
 from ..rollout.fleet import Fleet
+from ..rollout.protocol import ProtocolError
 from .learner_link import LearnerLink
 from .tasks import RunError
 
@@ -27,7 +29,10 @@ async def compare(link: LearnerLink, fleet: Fleet, vocab_size: int, dtype: str) 
     tokens = probe_tokens(vocab_size)
     expected = await link.probe(tokens)
     for server in fleet.servers:
-        found = np.asarray(await server.client.score(tokens.tolist()), dtype=np.float64)
+        try:
+            found = np.asarray(await server.client.score(tokens.tolist()), dtype=np.float64)
+        except (ServerError, ServerUnavailable, ProtocolError) as error:
+            raise RunError(f"{server.name} could not score the probe: {error}, see {server.log}") from error
         if found.shape != expected.shape:
             raise RunError(f"{server.name} scored {found.size} tokens of the probe, the learner {expected.size}")
         difference = float(np.max(np.abs(found - expected)))

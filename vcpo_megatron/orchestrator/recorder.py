@@ -33,12 +33,6 @@ class Recorder:
     async def open(self) -> None:
         self._store = await asyncio.get_running_loop().run_in_executor(self._thread, self._open_store)
 
-    async def run(self, operation: Callable[[RolloutStore], _T]) -> _T:
-        """Result of ``operation`` outside of any transaction of ours, after all writes before it."""
-        if self._draining is not None:
-            await asyncio.wait([self._draining])
-        return await asyncio.get_running_loop().run_in_executor(self._thread, operation, self._opened())
-
     def submit(self, operation: Callable[[RolloutStore], _T]) -> asyncio.Future[_T]:
         """The future result of ``operation``, there when it is durable. It is carried out in any case."""
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
@@ -48,22 +42,19 @@ class Recorder:
         return future
 
     async def write(self, operation: Callable[[RolloutStore], _T]) -> _T:
-        """Result of ``operation`` after it is durable. Carried out even if the caller is cancelled meanwhile."""
+        """Result of ``operation`` after it is durable; it sees all that was handed in before. Carried out even if
+        the caller is cancelled meanwhile."""
         return await self.submit(operation)
 
     async def finish(self, reason: str) -> None:
         """End every queued group as dropped(reason) after all writes before it, and close the store in any case."""
         try:
             if self._store is not None:
-                await self.run(lambda store: store.finish(reason))
+                await self.write(lambda store: store.finish(reason))
         finally:
             if self._store is not None:
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
             self._thread.shutdown(wait=True)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
 
     def _opened(self) -> RolloutStore:
         assert self._store is not None, "the recorder is not open"

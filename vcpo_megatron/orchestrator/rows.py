@@ -118,9 +118,9 @@ def step_row(batch: Batch, result: StepResult, counts: Counts, times: Mapping[st
         own.observe(name, seconds)
     trained = 0 if result.skipped else sum(trajectory.num_sampled for trajectory in trajectories)
     return {
-        **result.metrics,
         "step": batch.step,
         "policy_version": result.version.number,
+        **result.metrics,
         **own.row(),
         "rollouts/generated": counts.generated,
         "rollouts/queued": counts.queued,

@@ -46,6 +46,10 @@ class Trainer:
         self._requeue = requeue
         self._step_ended = time.monotonic()
 
+    def begin(self) -> None:
+        """Everything is started: the first step's time counts from here."""
+        self._step_ended = time.monotonic()
+
     async def take(self, batch: Batch) -> StepResult:
         """One optimizer step on ``batch``; ControlError when the learner fails."""
         result = await self._link.train(batch)
@@ -63,7 +67,7 @@ class Trainer:
 
     async def record(self, batch: Batch, result: StepResult, *, wait_s: float, sync_s: float) -> None:
         """Write the row of the step that was taken last."""
-        counts: Counts = await self._recorder.run(lambda store: store.counts())
+        counts: Counts = await self._recorder.write(lambda store: store.counts())
         now = time.monotonic()
         times = {"time/step": now - self._step_ended, "time/wait_batch": wait_s, "time/sync": sync_s}
         self._step_ended = now
@@ -79,7 +83,7 @@ class Trainer:
         """Checkpoint the current version unless that was done."""
         if self.version == self._saved:
             return
-        store = await self._recorder.run(lambda store: store.state())
+        store = await self._recorder.write(lambda store: store.state())
         state: dict[str, Any] = {
             "store": store,
             "requeue": list(self._requeue),

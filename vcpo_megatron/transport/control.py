@@ -250,13 +250,14 @@ def encode(message: Message) -> list[Any]:
 
 
 def decode(frames: list[Any]) -> Message:
-    """Inverse of ``encode``; ControlError when the header names no known message."""
-    header = msgpack.unpackb(bytes(frames[0]), strict_map_key=False)
-    kind = _KINDS.get(header.get("kind"))
-    if kind is None:
-        raise ControlError(f"unknown control message {header.get('kind')!r}")
-    values = {f.name: _unpack_value(str(f.type), header["body"][f.name], frames[1:]) for f in fields(kind)}
-    return kind(**values)
+    """Inverse of ``encode``; ControlError when the frames are no known message."""
+    try:
+        header = msgpack.unpackb(bytes(frames[0]), strict_map_key=False)
+        kind = _KINDS[header["kind"]]
+        values = {f.name: _unpack_value(str(f.type), header["body"][f.name], frames[1:]) for f in fields(kind)}
+        return kind(**values)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ControlError(f"malformed control message ({type(error).__name__}: {error})") from error
 
 
 # --- sockets ----------------------------------------------------------------------------------
@@ -280,10 +281,15 @@ class ControlServer:
             raise ControlError(f"cannot bind the control socket to {address}: {error.strerror}") from error
 
     async def receive(self) -> Message:
-        """Next message of the learner. Strangers (no token, another token) are ignored."""
+        """Next message of the learner. Strangers (no token, another token, garbage) are ignored."""
         while True:
             peer, *frames = await self._socket.recv_multipart()
-            message = decode(frames)
+            try:
+                message = decode(frames)
+            except ControlError:
+                if peer == self._peer:
+                    raise
+                continue
             if isinstance(message, Hello):
                 if message.token != self._token:
                     continue
@@ -314,7 +320,7 @@ class ControlClient:
         self._sender = sender
         self._heartbeat_s = heartbeat_s
         self._context = zmq.Context()
-        self._inbox: queue.Queue[Message] = queue.Queue()
+        self._inbox: queue.Queue[list[bytes]] = queue.Queue()
         self._outbox = self._context.socket(zmq.PAIR)
         self._outbox.bind("inproc://outbox")
         self._thread = threading.Thread(target=self._pump, args=(address,), name="control", daemon=True)
@@ -341,7 +347,7 @@ class ControlClient:
                     break
                 wire.send_multipart(frames)
             if wire in ready:
-                self._inbox.put(decode(wire.recv_multipart()))
+                self._inbox.put(wire.recv_multipart())
             if time.monotonic() >= last + self._heartbeat_s:
                 wire.send_multipart(encode(Heartbeat(self._sender, self.doing)))
                 last = time.monotonic()
@@ -352,9 +358,12 @@ class ControlClient:
         self._outbox.send_multipart(encode(message))
 
     def receive(self, timeout_s: float) -> Message | None:
-        """Next message of the orchestrator, or None when none came in ``timeout_s`` seconds."""
+        """Next message of the orchestrator, or None when none came in ``timeout_s`` seconds.
+
+        ControlError when it is malformed.
+        """
         try:
-            return self._inbox.get(timeout=timeout_s)
+            return decode(self._inbox.get(timeout=timeout_s))
         except queue.Empty:
             return None
 

@@ -15,7 +15,7 @@ class Generation:
 
     ``finish`` is None while it runs, then SGLang's ``finish_reason`` object; ``failure`` is the
     reason why it could not be answered. ``input_logprobs`` [len(prompt) - score_from - 1] are at
-    temperature 1.
+    temperature 1; ``length`` counts prompt and answer so far.
     """
 
     rid: str
@@ -33,24 +33,22 @@ class Generation:
     failure: str = ""
     arrived: float = field(default_factory=time.monotonic)
     ended: float = 0.0
+    length: int = field(init=False)
 
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.output_ids)
+    def __post_init__(self) -> None:
+        self.length = len(self.prompt)
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Prompt and answer so far."""
         return self.prompt + tuple(self.output_ids)
 
-    @property
-    def done(self) -> bool:
-        return self.finish is not None or bool(self.failure)
-
     def append(self, token: int, logprob: float) -> None:
         """Takes one sampled token. As in SGLang, length is looked at before stop tokens."""
         self.output_ids.append(token)
         self.logprobs.append(logprob)
-        if len(self.output_ids) >= self.sampling.max_new_tokens:
+        self.length += 1
+        if self.length - len(self.prompt) >= self.sampling.max_new_tokens:
             self.finish = {"type": "length", "length": self.sampling.max_new_tokens}
         elif token in self.stop:
             self.finish = {"type": "stop", "matched": token}

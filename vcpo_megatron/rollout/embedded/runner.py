@@ -33,6 +33,7 @@ class Runner:
         if deterministic:
             self._cache.reserve(max_rows, context_length)
         self._decode: DecodeInputs | None = None  # None: rebuild from ``running``
+        self._longest = 0  # tokens of the longest running sequence, while ``_decode`` stands
         self._temperatures: torch.Tensor | None = None
         self._seeds = self._counts = np.zeros(0, dtype=np.uint64)
 
@@ -42,9 +43,7 @@ class Runner:
         batch = len(self.running)
         if admitted:
             prompts = _distinct(admitted, first_row=batch)
-            longest = max(map(len, admitted))
-            # Before the decode inputs are made: they hold a length, the cache may move.
-            self._cache.reserve(batch + len(admitted), longest)
+            self._cache.reserve(batch + len(admitted), max(sequence.length for sequence in admitted))
         if batch and self._decode is None:
             self._decode = self._decode_inputs()
         if admitted:
@@ -58,14 +57,16 @@ class Runner:
     @torch.inference_mode()
     def remove_done(self) -> list[Generation]:
         """Takes the ended sequences out of the batch; the last rows move into theirs."""
-        done = [(row, sequence) for row, sequence in enumerate(self.running) if sequence.done]
+        done = [
+            (row, sequence) for row, sequence in enumerate(self.running) if sequence.finish is not None or sequence.failure
+        ]
         for row, sequence in reversed(done):
             if sequence.failure:
                 self._cache.zero_row(row)
             last = len(self.running) - 1
             if row != last:
                 # The newest token's key and value are written by the step that reads it.
-                self._cache.copy_row(last, row, len(self.running[last]) - 1)
+                self._cache.copy_row(last, row, self.running[last].length - 1)
                 self.running[row] = self.running[last]
             self.running.pop()
         if done:
@@ -86,14 +87,15 @@ class Runner:
         return self._decode
 
     def _decode_inputs(self) -> DecodeInputs:
-        lengths = [len(sequence) for sequence in self.running]
+        lengths = [sequence.length for sequence in self.running]
+        self._longest = max(lengths)
         last = [sequence.output_ids[-1] if sequence.output_ids else sequence.prompt[-1] for sequence in self.running]
         if self.deterministic:
             spare = self.max_rows - len(lengths)
             lengths, last = lengths + [1] * spare, last + [0] * spare
             width = self.context_length
         else:
-            width = round_length(max(lengths), self.context_length)
+            width = round_length(self._longest, self.context_length)
             self._cache.reserve(len(lengths), width)
         positions = torch.tensor(lengths) - 1
         seen = torch.arange(width) <= positions[:, None]
@@ -108,7 +110,8 @@ class Runner:
         batch = len(self.running)
         inputs.ids[:batch] = ids
         inputs.positions[:batch] += 1
-        if max(map(len, self.running)) > inputs.mask.shape[3]:
+        self._longest += 1
+        if self._longest > inputs.mask.shape[3]:
             self._decode = None
         else:
             inputs.mask[inputs.rows[:batch], 0, 0, inputs.positions[:batch]] = 0
@@ -161,7 +164,7 @@ class Runner:
         finite = bool(torch.isfinite(logprobs).all())
         for sequence, token, logprob in zip(self.running, ids.tolist(), logprobs.tolist(), strict=True):
             if not finite and logprob - logprob != 0:
-                sequence.failure = f"the model's log-probs are not finite ({logprob}) after {len(sequence)} tokens"
+                sequence.failure = f"the model's log-probs are not finite ({logprob}) after {sequence.length} tokens"
             elif sequence.sampling.max_new_tokens == 0:
                 sequence.finish = {"type": "length", "length": 0}
             else:

@@ -113,7 +113,7 @@ class Scheduler:
         vocabulary = self.runner.model.vocab_size
         while self._waiting and not self.held and self.num_running + len(admitted) < self.runner.max_rows:
             sequence = self._waiting[0]
-            tokens += len(sequence)
+            tokens += sequence.length
             logits += vocabulary * (1 if sequence.score_from is None else len(sequence.prompt))
             if admitted and (tokens > MAX_PREFILL_TOKENS or logits > MAX_PREFILL_LOGITS):
                 break
