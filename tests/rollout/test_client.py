@@ -124,13 +124,15 @@ def test_a_refusal_tells_server_endpoint_status_and_message(handler: Handler, st
     against(handler, scenario)
 
 
-@pytest.mark.parametrize("reply", [answering(value={}), answering(text="[{"), answering(value={**ANSWER, "output_ids": [10]})])
-def test_an_answer_that_breaks_the_protocol_names_the_server(reply: Handler) -> None:
+@pytest.mark.parametrize(
+    "handler", [answering(value={}), answering(text="[{"), answering(value={**ANSWER, "output_ids": [10]})]
+)
+def test_an_answer_that_breaks_the_protocol_names_the_server(handler: Handler) -> None:
     async def scenario(client: ServerClient) -> None:
         with pytest.raises(ProtocolError, match=f"{client.base_url}/generate"):
             await client.generate([1], SamplingParams(), "r")
 
-    against(reply, scenario)
+    against(handler, scenario)
 
 
 def test_a_success_that_is_none_is_a_protocol_error() -> None:

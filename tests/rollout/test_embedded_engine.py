@@ -53,7 +53,7 @@ def test_sample_is_the_inverse_cdf() -> None:
     ids, logprobs = sample(logits, None, np.array([0.0, 0.09, 0.11, 0.29, 0.31, 1 - 2**-53]))
     assert ids.tolist() == [0, 0, 2, 2, 3, 3]
     assert torch.allclose(logprobs.exp(), torch.tensor([0.1, 0.1, 0.2, 0.2, 0.7, 0.7]))
-    ids, logprobs = sample(logits, torch.tensor([0.0, 2.0, 0.0, 0.5, 1.0, 1.0]), np.full(6, 0.2))
+    ids, logprobs = sample(logits, torch.tensor([0.0, 2.0, 0.0, 0.5, 1.0, 1.0]), np.full(6, 0.15))
     assert ids.tolist() == [3, 0, 3, 3, 2, 2]
     halved = 0.1**0.5 / (0.1**0.5 + 0.2**0.5 + 0.7**0.5)
     squared = 0.49 / (0.01 + 0.04 + 0.49)
@@ -275,5 +275,6 @@ def test_a_row_that_was_not_finite_does_not_poison_the_next(versions: Any) -> No
     assert len(failed) == 2 and all("not finite" in generation.failure for generation in failed)
     parameters.load(good)
     (ended,) = run(runner, [request(2, (5, 6), 10)])
+    assert ended.failure == "" and len(ended.output_ids) == 10
     expected = versions.logprobs("0", [5, 6, *ended.output_ids])[1:]
     assert np.allclose(ended.logprobs, expected, atol=1e-5, rtol=0)

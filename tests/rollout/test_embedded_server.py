@@ -41,7 +41,7 @@ async def load(client: ServerClient, versions: Any, version: str) -> None:
     await client.end_weight_update()
 
 
-async def pause_in_mid_answer(client: ServerClient, mode: str) -> tuple[asyncio.Task[GenerateResult], asyncio.Task[Any]]:
+async def pause_in_mid_answer(client: ServerClient, mode: Any) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
     """A long answer that has begun, paused; the caller looks whether the pause came in its middle."""
     answer = asyncio.create_task(client.generate(PROMPT, LONG, f"long-{mode}"))
     await asyncio.sleep(0.15)

@@ -167,7 +167,7 @@ def compare(
 
 def table(comparisons: Sequence[Comparison]) -> str:
     """What is printed for people."""
-    lines = [f"{'concurrent':>10} {'requests':>9} {'tokens':>8} {'engine tok/s':>13} {'transformers tok/s':>19} {'ratio':>6}"]
+    lines = ["concurrent  requests   tokens  engine tok/s  transformers tok/s  ratio"]
     for item in comparisons:
         engine, transformers = statistics.median(item.engine), statistics.median(item.transformers)
         lines.append(

@@ -176,8 +176,9 @@ def _load_tokenizer(folder: Path) -> tuple[Tokenizer, dict[str, int]]:
         raise EnvironmentSetupError(
             f"{path}: not a tokenizer ({error}); take the tokenizer.json that came with the model"
         ) from error
-    ids = {character: tokenizer.token_to_id(character) for character in "0123456789="}
-    if missing := [character for character, token in ids.items() if token is None]:
+    found = {character: tokenizer.token_to_id(character) for character in "0123456789="}
+    ids = {character: token for character, token in found.items() if token is not None}
+    if missing := [character for character in found if character not in ids]:
         raise EnvironmentSetupError(
             f"{path}: no single token for {', '.join(map(repr, missing))}; {NAME} needs a tokenizer with "
             "one token for every digit and '='"

@@ -135,11 +135,12 @@ def _prefill(
     Prompts are padded at the end, where causal attention of real tokens never looks.
     """
     groups = query.shape[0] // key.shape[0]
-    padded = [
-        tensor.transpose(0, 1)[inputs.pad].transpose(1, 2)
-        for tensor in (query, key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0))
-    ]
-    output = F.scaled_dot_product_attention(*padded, is_causal=True, scale=scaling)
+
+    def padded(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.transpose(0, 1)[inputs.pad].transpose(1, 2)
+
+    keys, values = padded(key.repeat_interleave(groups, 0)), padded(value.repeat_interleave(groups, 0))
+    output = F.scaled_dot_product_attention(padded(query), keys, values, is_causal=True, scale=scaling)
     return output.transpose(1, 2).flatten(0, 1)[inputs.unpad]
 
 

@@ -57,9 +57,7 @@ class Runner:
     @torch.inference_mode()
     def remove_done(self) -> list[Generation]:
         """Takes the ended sequences out of the batch; the last rows move into theirs."""
-        done = [
-            (row, sequence) for row, sequence in enumerate(self.running) if sequence.finish is not None or sequence.failure
-        ]
+        done = [(row, one) for row, one in enumerate(self.running) if one.finish is not None or one.failure]
         for row, sequence in reversed(done):
             if sequence.failure:
                 self._cache.zero_row(row)

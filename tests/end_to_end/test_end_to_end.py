@@ -1,0 +1,131 @@
+"""The real system on CPUs: it trains within the bound, repeats bit for bit, replays, and survives kills."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from .running import Run, read_rows, without_times
+
+pytestmark = pytest.mark.timeout(400)
+SHORT = ("train.steps=24", "train.eval_every=12", "checkpoint.every=6")
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 steps of the example as shipped: two learner ranks, k = 16."""
+    run_dir = tmp_path_factory.mktemp("short") / "run"
+    with Run(run_dir, *SHORT) as run:
+        assert run.wait(200) == 0, run.text()
+    return run_dir
+
+
+def test_a_short_run_keeps_the_bound_and_accounts_for_every_trajectory(short_run: Path) -> None:
+    rows = read_rows(short_run)
+    assert [row["step"] for row in rows] == list(range(24))
+    for row in rows:
+        ended = row["rollouts/trained"] + row["rollouts/dropped"] + row["rollouts/failed"]
+        assert ended + row["rollouts/queued"] == row["rollouts/generated"]
+        assert 0 <= row["staleness/mean"] <= row["staleness/max"] <= 16
+        assert 1 / 64 <= row["ess/ratio"] <= 1 and row["step/skipped"] == 0
+    assert abs(rows[0]["kl/behavior"]) < 1e-5  # on-policy: learner and server agree on every token
+    assert rows[-1]["rollouts/trained"] == 24 * 64 and rows[-1]["rollouts/queued"] == 0
+    assert max(row["staleness/max"] for row in rows) >= 1
+    assert rows[0]["eval/accuracy"] <= 0.35 < rows[-1]["eval/accuracy"]
+    assert any((short_run / "tensorboard").iterdir())
+
+
+def test_the_same_rollouts_give_the_same_steps_in_every_layout(short_run: Path, tmp_path: Path) -> None:
+    names = ("loss", "grad_norm/total", "grad_norm/trajectory_max", "ess/ratio", "lr/effective")
+    replay = ("rollout.engine=replay", f"rollout.replay={short_run}", "train.steps=20")
+    layouts = {
+        "tp1": ("launch.learner_ranks=1", "parallel.tensor=1"),
+        "tp2": (),
+        "pp2": ("parallel.tensor=1", "parallel.pipeline=2"),
+        "dp2": ("parallel.tensor=1",),
+    }
+    found = {}
+    for name, layout in layouts.items():
+        with Run(tmp_path / name, *replay, *layout) as run:
+            assert run.wait(150) == 0, run.text()
+        found[name] = read_rows(tmp_path / name)
+        assert len(found[name]) == 20
+    for name, rows in found.items():
+        for row, reference in zip(rows, found["tp1"], strict=True):
+            for key in names:
+                # a loss near zero is a difference of terms of 0.1: 1e-6 is its noise in fp32
+                assert row[key] == pytest.approx(reference[key], rel=1e-3, abs=1e-6), (name, row["step"], key)
+
+
+def test_exact_lag_repeats_bit_for_bit_and_over_a_resume(tmp_path: Path) -> None:
+    settings = ("staleness.lag=exact", "staleness.max_staleness=3", "train.steps=12", "train.eval_every=4",
+                "checkpoint.every=6")  # fmt: skip
+    for name in ("one", "two"):
+        with Run(tmp_path / name, *settings) as run:
+            assert run.wait(150) == 0, run.text()
+    one = without_times(read_rows(tmp_path / "one"))
+    assert one == without_times(read_rows(tmp_path / "two"))
+    assert [row["staleness/max"] for row in one] == [0, 1, 2] + [3] * 9
+    with Run(tmp_path / "three", *settings) as run:
+        run.wait_for(run.has_checkpoint, 120, "checkpoint")
+        run.members()["learner 1"].kill()
+        assert run.wait(20) == 1
+    with Run(tmp_path / "three", resume=True) as run:
+        assert run.wait(150) == 0, run.text()
+    counted = {"rollouts/generated", "rollouts/dropped"}  # what was lost with the crash was sampled twice
+    strip = [{k: v for k, v in row.items() if k not in counted} for row in without_times(read_rows(tmp_path / "three"))]
+    assert strip == [{k: v for k, v in row.items() if k not in counted} for row in one]
+
+
+@pytest.mark.parametrize("victim", ["learner 0", "learner 1", "orchestrator 0", "server 0", "supervisor"])
+def test_kill_9_leaves_no_orphan_and_the_run_resumes(victim: str, tmp_path: Path) -> None:
+    settings = ("train.steps=30", "checkpoint.every=5", "train.eval_every=0")
+    with Run(tmp_path / "run", *settings) as run:
+        run.wait_for(run.has_checkpoint, 120, "first checkpoint")
+        members = run.members()
+        assert set(members) == {"learner 0", "learner 1", "orchestrator 0", "server 0"}
+        killed = time.monotonic()
+        run.process.kill() if victim == "supervisor" else members[victim].kill()
+        code = run.wait(10)
+        while run.left_over() and time.monotonic() < killed + 10:
+            time.sleep(0.1)
+        assert run.left_over() == []
+        if victim != "supervisor":
+            role, rank = victim.split()
+            last = [line for line in run.text().splitlines() if line.startswith("vcpo: error:")]
+            assert code == 1 and len(last) == 1, run.text()
+            named = {"learner": f"learner rank {rank}", "server": f"rollout server {rank}", "orchestrator": "orchestrator"}
+            assert named[role] in last[0]
+            assert "SIGKILL" in last[0] or "-9" in last[0]
+            assert f"{role}.{rank}.log" in last[0]
+    with Run(tmp_path / "run", resume=True) as run:
+        assert run.wait(150) == 0, run.text()
+    rows = read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(30))
+    assert rows[-1]["rollouts/trained"] == 30 * 64
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_checkpoints_and_a_resume_goes_on(number: signal.Signals, tmp_path: Path) -> None:
+    with Run(tmp_path / "run", "train.steps=16", "checkpoint.every=0", "train.eval_every=0") as run:
+        run.wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(run.rows()) >= 2, 120, "two steps")
+        run.signal(number)
+        assert run.wait(30) == 128 + number
+        assert run.left_over() == []
+        assert run.has_checkpoint()
+    with Run(tmp_path / "run", resume=True) as run:
+        assert run.wait(120) == 0, run.text()
+    assert [row["step"] for row in read_rows(tmp_path / "run")] == list(range(16))
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    with Run(tmp_path / "run", "train.steps=1000") as run:
+        run.wait_for(lambda: "learner 1" in run.members(), 60, "learner")
+        run.signal(signal.SIGTERM)
+        time.sleep(0.2)
+        run.signal(signal.SIGTERM)
+        assert run.wait(5) == 143
+        assert run.left_over() == []
