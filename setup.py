@@ -20,7 +20,6 @@ setup(
         "megatron-core>=0.16.1",
         "transformers>=5",
         "tokenizers>=0.21",
-        "jinja2>=3.1",
         "safetensors>=0.4",
         "numpy>=1.26",
         "pydantic>=2.7",

@@ -220,7 +220,7 @@ def _problems(config: RunConfig) -> list[str]:
 
     found = problems(config)
     try:
-        context = ModelShape.read(config.model.path).context
+        context = config.rollout.context_length or ModelShape.read(config.model.path).context
     except ConfigError:
         return found  # already among them
     of_environment = validate_environment(config.environment, config.model.path, config.train.seed, context)

@@ -81,6 +81,8 @@ BAD = [
     ([("rollout.max_running_requests", 3)], "rollout.max_running_requests = 3", "at least 4"),
     ([("rollout.servers", 21)], "rollout.servers = 21", "= 20 groups are in flight"),
     ([("train.max_pack_tokens", 8)], "train.max_pack_tokens = 8", "would not fit one pack"),
+    ([("rollout.context_length", 65)], "rollout.context_length = 65", "exceeds the 64 positions"),
+    ([("rollout.context_length", 8)], "rollout.max_new_tokens = 8", "within rollout.context_length = 8"),
     ([("rollout.max_new_tokens", 64)], "rollout.max_new_tokens = 64", "no room for a prompt in the 64 positions"),
     ([("rollout.engine", "replay")], 'rollout.engine = "replay"', "needs rollout.replay"),
     ([("rollout.replay", Path("/nowhere"))], "rollout.replay = /nowhere", 'only used with rollout.engine = "replay"'),

@@ -106,17 +106,17 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
     names = {n: p for n, p in model.named_parameters()}
     rows = [(g, t) for g, group in enumerate(batch.groups) for t in group.trajectories]
     n = len(rows)
-    l, grads, scaled = [], [], []
+    ratios, grads, scaled = [], [], []
     for _, t in rows:
         ids = torch.tensor(t.tokens[None].astype(np.int64))
         logp = torch.log_softmax(model(ids).logits[0] / config.rollout.temperature, -1)[:-1]
         logp = logp.gather(1, ids[0, 1:, None])[:, 0]
         mask = torch.tensor(t.loss_mask[1:])
-        l.append((logp[mask] - torch.tensor(t.behavior_logprobs[1:]).double()[mask]).sum().item())
+        ratios.append((logp[mask] - torch.tensor(t.behavior_logprobs[1:]).double()[mask]).sum().item())
         mean = logp[mask].sum() / mask.sum() / n
         scaled.append(mean.item())
         grads.append(torch.autograd.grad(mean, list(names.values())))
-    log_ratios = torch.tensor(l, dtype=torch.float64)
+    log_ratios = torch.tensor(ratios, dtype=torch.float64)
     norms = torch.tensor([sum((g**2).sum() for g in gs).sqrt() for gs in grads])
     weights = torch.exp(log_ratios.clamp(max=np.log(config.algorithm.is_threshold)))
     total = {name: torch.zeros_like(p) for name, p in names.items()}

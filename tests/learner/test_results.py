@@ -16,30 +16,39 @@ from .test_packing import trajectory
 
 def filled() -> RowTable:
     table = RowTable(3)
-    table.record_forward([0, 2], torch.tensor([0.0, math.log(2)], dtype=torch.float64), torch.tensor([-1.0, -3.0]), torch.tensor([2.0, 4.0]))
+    table.record_forward(
+        [0, 2],
+        torch.tensor([0.0, math.log(2)], dtype=torch.float64),
+        torch.tensor([-1.0, -3.0]),
+        torch.tensor([2.0, 4.0]),
+    )
     table.record_forward([1], torch.tensor([1.0]), torch.tensor([-2.0]), torch.tensor([0.0]))
     table.record_baseline([0, 2], torch.tensor([3.0, 5.0]), 0.25, False)
     return table
 
 
 def test_the_sum_over_ranks_gives_every_row_to_all() -> None:
-    agreed = RowTable.from_sum(filled().packed(0.0) + RowTable(3).packed(0.0))
+    mine, other = filled(), RowTable(3)
+    mine.record_rank(gradients_are_finite=True, padded_tokens=3)
+    agreed = RowTable.from_sum(mine.packed() + other.packed())
     assert agreed.log_ratio.tolist() == [0.0, 1.0, math.log(2)]
     assert agreed.grad_norm[[0, 2]].tolist() == [3.0, 5.0] and agreed.grad_norm[1].isnan()
     assert agreed.finite
-    assert not RowTable.from_sum(filled().packed(0.0) + RowTable(3).packed(1.0)).finite  # another rank's gradient
+    assert agreed.padded_tokens == 3
+    other.record_rank(gradients_are_finite=False, padded_tokens=0)
+    assert not RowTable.from_sum(mine.packed() + other.packed()).finite
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_row_of_no_rank_or_of_several_is_a_fault(ranks: int) -> None:
     with pytest.raises(RuntimeError, match="by no rank, or by several"):
-        RowTable.from_sum(filled().packed(0.0) * ranks)
+        RowTable.from_sum(filled().packed() * ranks)
 
 
 def test_a_nan_log_ratio_is_seen() -> None:
     table = filled()
     table.log_ratio[1] = math.nan
-    assert not RowTable.from_sum(table.packed(0.0)).finite
+    assert not RowTable.from_sum(table.packed()).finite
 
 
 def test_metrics_of_known_rows() -> None:
@@ -49,7 +58,12 @@ def test_metrics_of_known_rows() -> None:
     for row, reward in zip(rows, (1.0, 1.0, 0.0), strict=True):
         object.__setattr__(row.trajectory, "reward", reward)
     table = RowTable(3)
-    table.record_forward([0, 1], torch.tensor([0.0, math.log(2)], dtype=torch.float64), torch.tensor([-1.0, -3.0]), torch.tensor([2.0, 4.0]))
+    table.record_forward(
+        [0, 1],
+        torch.tensor([0.0, math.log(2)], dtype=torch.float64),
+        torch.tensor([-1.0, -3.0]),
+        torch.tensor([2.0, 4.0]),
+    )
     table.record_forward([2], torch.tensor([1.0]), torch.tensor([-2.0]), torch.tensor([0.0]))
     table.record_baseline([0, 1], torch.tensor([3.0, 5.0]), 0.25, False)
     scales = [group_scale(torch.tensor([1.0, 0.0]), True), group_scale(torch.tensor([1.0]), True)]

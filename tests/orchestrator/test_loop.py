@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
 import sqlite3
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,10 @@ import pytest
 
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
 from vcpo_megatron.orchestrator.recorder import Recorder
-from vcpo_megatron.orchestrator.store import RolloutStore, StoreError
+from vcpo_megatron.orchestrator.rows import MetricsLog
+from vcpo_megatron.orchestrator.store import RolloutStore
 from vcpo_megatron.orchestrator.tasks import RunError
+from vcpo_megatron.orchestrator.trainer import Trainer
 from vcpo_megatron.rollout.fleet import FleetError
 from vcpo_megatron.transport.control import ControlError
 
@@ -159,6 +159,18 @@ def test_a_learner_that_keeps_its_weights_ends_the_run_at_the_deadline(tmp_path:
         run.run()
 
 
+def test_a_learner_that_keeps_the_weights_of_a_step_ends_the_run_at_the_deadline(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(launch={"timeout_s": 0.6}, staleness={"max_staleness": 0}))
+
+    def keep(step: int) -> None:
+        run.learner.sends_weights = step < 1
+
+    run.learner.at_step = keep
+    with pytest.raises(ControlError, match="owed the weights of its newest version"):
+        run.run()
+    assert len(run.learner.batches) == 2
+
+
 def test_a_learner_of_another_version_is_refused(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, config())
     run.learner.version = run.learner.version._replace(number=3)
@@ -297,6 +309,7 @@ def test_resume_of_a_finished_run_does_nothing(tmp_path: Path) -> None:
     second = FakeRun(tmp_path, cfg, attempt=2, resume_step=6)
     assert second.run() == "run ended"
     assert second.learner.batches == [] and second.learner.checkpoints == []
+    assert not any(event.startswith("generate") for event in second.clients[0].events)
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
@@ -308,52 +321,32 @@ def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
         second.run()
 
 
-# --- recording --------------------------------------------------------------------------------
+def test_a_prompt_that_waited_to_be_sampled_again_is_carried_by_the_checkpoint(tmp_path: Path) -> None:
+    """Group 1 expires while the learner takes a step; its prompt is in the list when the checkpoint is taken."""
+    first = FakeRun(tmp_path, config(train={"steps": 2}, checkpoint={"every": 1}))
+    first.run()
+    path = first.context.directory.checkpoint(2) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["orchestrator"]["requeue"] == []
+    manifest["orchestrator"]["requeue"] = [70]
+    path.write_text(json.dumps(manifest))
+    second = FakeRun(tmp_path, config(train={"steps": 3}), attempt=2, resume_step=2)
+    second.run()
+    assert [group.prompt_id for group in second.learner.batches[0].groups] == ["train-70", "train-4"]
 
+    class Link:
+        async def checkpoint(self, step: int, state: dict[str, Any]) -> float:
+            assert step == 3 and state["requeue"] == [5, 8] and state["environment"] == "f"
+            return 0.0
 
-def test_writes_that_come_together_share_a_transaction_in_order(tmp_path: Path) -> None:
-    transactions: list[int] = []
-    seen: list[int] = []
-
-    class CountingStore(RolloutStore):
-        @contextlib.contextmanager
-        def transaction(self) -> Iterator[None]:
-            if not self._in_transaction:
-                transactions.append(len(seen))
-            with super().transaction():
-                yield
-
-    async def main() -> list[int]:
-        recorder = Recorder(lambda: CountingStore(tmp_path / "rollouts.sqlite"))
+    async def main() -> None:
+        recorder = Recorder(lambda: RolloutStore(tmp_path / "other.sqlite"))
         await recorder.open()
-
-        def number(i: int) -> int:
-            time.sleep(0.01)
-            seen.append(i)
-            return 10 * i
-
-        first = recorder.submit(lambda store: number(0))
-        await asyncio.sleep(0.005)  # it is being written
-        rest = [recorder.submit(lambda store, i=i: number(i)) for i in range(1, 6)]  # type: ignore[misc]
-        results = list(await asyncio.gather(first, *rest))
+        trainer = Trainer(
+            config(), Link(), recorder, MetricsLog([], [], 9), version=2, fingerprint="f", requeue=[5, 8]  # type: ignore[arg-type]
+        )
+        trainer.version = 3
+        await trainer.checkpoint()
         await recorder.finish("run ended")
-        return results
 
-    assert asyncio.run(asyncio.wait_for(main(), 10)) == [0, 10, 20, 30, 40, 50]
-    assert seen == list(range(6))
-    assert transactions == [0, 1, 6]  # the first, the five together, the end
-
-
-def test_an_error_in_a_transaction_reaches_everyone_in_it(tmp_path: Path) -> None:
-    async def main() -> list[Any]:
-        recorder = Recorder(lambda: RolloutStore(tmp_path / "rollouts.sqlite"))
-        await recorder.open()
-        good = recorder.submit(lambda store: store.counts())
-        bad = recorder.submit(lambda store: store.drop(99, "x"))
-        found = await asyncio.gather(good, bad, return_exceptions=True)
-        await recorder.finish("run ended")
-        return list(found)
-
-    good, bad = asyncio.run(asyncio.wait_for(main(), 10))
-    assert isinstance(bad, StoreError) and "group 99 was never admitted" in str(bad)
-    assert good is bad  # nothing of the transaction is on disk, so nobody may believe it is
+    asyncio.run(asyncio.wait_for(main(), 10))

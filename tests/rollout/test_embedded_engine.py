@@ -53,6 +53,8 @@ def test_sample_is_the_inverse_cdf() -> None:
     ids, logprobs = sample(logits, None, np.array([0.0, 0.09, 0.11, 0.29, 0.31, 1 - 2**-53]))
     assert ids.tolist() == [0, 0, 2, 2, 3, 3]
     assert torch.allclose(logprobs.exp(), torch.tensor([0.1, 0.1, 0.2, 0.2, 0.7, 0.7]))
+    impossible_first = torch.tensor([[0.0, 0.4, 0.6]]).log()
+    assert sample(impossible_first, None, np.zeros(1))[0].tolist() == [1]
     ids, logprobs = sample(logits, torch.tensor([0.0, 2.0, 0.0, 0.5, 1.0, 1.0]), np.full(6, 0.15))
     assert ids.tolist() == [3, 0, 3, 3, 2, 2]
     halved = 0.1**0.5 / (0.1**0.5 + 0.2**0.5 + 0.7**0.5)
@@ -79,6 +81,7 @@ class Evil:
         return os.system, (self.command,)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_bucket_cannot_run_code(tmp_path: Path, nested: bool) -> None:
     flag = tmp_path / "ran"

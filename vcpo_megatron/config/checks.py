@@ -168,7 +168,18 @@ def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"parallel.pipeline = {parallel.pipeline}: {path} has tied embeddings (tie_word_embeddings), "
             "which are not supported with more than one pipeline stage yet; use 1"
         )
-    if config.rollout.max_new_tokens >= shape.context:
+    wanted = config.rollout.context_length
+    if wanted is not None and wanted > shape.context:
+        yield (
+            f"rollout.context_length = {wanted} exceeds the {shape.context} positions of {path} "
+            "(max_position_embeddings); lower it"
+        )
+    elif wanted is not None and config.rollout.max_new_tokens >= wanted:
+        yield (
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt within "
+            f"rollout.context_length = {wanted}; lower it or raise rollout.context_length"
+        )
+    elif config.rollout.max_new_tokens >= shape.context:
         yield (
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: leaves no room for a prompt in the "
             f"{shape.context} positions of {path} (max_position_embeddings); lower it"

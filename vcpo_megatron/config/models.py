@@ -82,6 +82,9 @@ class RolloutConfig(Section):
     port: int = Field(0, ge=0, le=65535, description="port of the first server, the next ones follow; 0: any free")
     temperature: float = Field(1.0, gt=0)
     max_new_tokens: int = Field(1024, gt=0)
+    context_length: int | None = Field(
+        None, gt=1, description="tokens of prompt and answers together that a server holds; default: the model's"
+    )
     max_running_requests: int = Field(128, gt=0, description="sequences that a server decodes together")
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
     max_restarts: int = Field(0, ge=0)

@@ -90,6 +90,8 @@ def _signal_name(number: int) -> str:
 def caught_signals() -> Iterator[list[int]]:
     """A list that grows by each SIGINT, SIGTERM and SIGHUP; the former handlers come back at the end.
 
+    Once a signal has come they do not: the process is about to exit with that signal's code, and another signal
+    while it says so must not change it.
     A signal that is ignored from outside (SIGHUP under nohup, say) stays so; SIGINT and SIGTERM are always caught.
     """
     received: list[int] = []
@@ -101,7 +103,7 @@ def caught_signals() -> Iterator[list[int]]:
         yield received
     finally:
         for signum, handler in former.items():
-            signal.signal(signum, handler)
+            signal.signal(signum, signal.SIG_IGN if received else handler)
 
 
 @contextlib.contextmanager

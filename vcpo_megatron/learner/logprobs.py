@@ -72,7 +72,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         return target - normalizer, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, local, here, normalizer = ctx.saved_tensors
         width = logits.shape[1]
         out = torch.empty_like(logits)

@@ -90,12 +90,13 @@ def initialize(config: RunConfig) -> Parallel:
 
 def _own_copy_of_pipeline_groups(timeout: datetime.timedelta) -> dist.ProcessGroup:
     """A second communicator over the pipeline ranks, so that l_i never mixes with activations."""
-    members = [None] * dist.get_world_size()
-    dist.all_gather_object(members, tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())))
+    mine_now = tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
+    members = [mine_now] * dist.get_world_size()
+    dist.all_gather_object(members, mine_now)
     mine = None
     for ranks in sorted(set(members)):  # every rank creates every group, in one order
         group = dist.new_group(list(ranks), timeout=timeout)
-        if dist.get_rank() in ranks:
+        if ranks == mine_now:
             mine = group
     assert mine is not None
     return mine

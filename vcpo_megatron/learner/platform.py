@@ -72,30 +72,32 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _answer_for_cuda() -> None:
+    cuda: Any = torch.cuda
+    tensor: Any = torch.Tensor
     # device=torch.cuda.current_device(); synchronize and empty_cache are barriers of the device.
-    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda *a, **k: None  # type: ignore[assignment]
-    torch.cuda.empty_cache = lambda: None  # type: ignore[assignment]
+    cuda.current_device = lambda: _CPU
+    cuda.synchronize = lambda *a, **k: None
+    cuda.empty_cache = lambda: None
     # Literal device="cuda" in factories, and tensor.cuda().
     for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign,assignment]
+    tensor.cuda = lambda self, *a, **k: self
     # Side streams of the MoE dispatchers.
     null = _NullStream()
-    torch.cuda.Stream = torch.cuda.Event = _NullStream  # type: ignore[misc,assignment]
-    torch.cuda.current_stream = lambda *a, **k: null  # type: ignore[assignment]
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
+    cuda.Stream = cuda.Event = _NullStream
+    cuda.current_stream = lambda *a, **k: null
+    cuda.stream = lambda stream: contextlib.nullcontext()
     # The model-parallel RNG tracker keeps states of the CPU generator.
-    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
-    torch.cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()  # type: ignore[assignment]
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()
     # Optimizers sort parameters by type() == "torch.cuda.FloatTensor".
-    tensor_type = torch.Tensor.type
+    tensor_type = tensor.type
 
     def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = tensor_type(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
-    torch.Tensor.type = cuda_type  # type: ignore[method-assign]
+    tensor.type = cuda_type
 
 
 def _mend_megatron() -> None:

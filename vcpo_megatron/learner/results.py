@@ -22,9 +22,10 @@ class RowTable:
 
     _COLUMNS = ("owners", "log_ratio", "logprob_sum", "entropy_sum", "has_norm", "grad_norm", "baseline", "fell_back")
 
-    def __init__(self, rows: int, values: torch.Tensor | None = None, non_finite: float = 0.0) -> None:
-        self._values = torch.zeros(rows, len(self._COLUMNS), dtype=torch.float64) if values is None else values
-        self._non_finite_gradients = non_finite
+    def __init__(self, rows: int) -> None:
+        self._values = torch.zeros(rows, len(self._COLUMNS), dtype=torch.float64)
+        self._non_finite_gradients = 0.0
+        self._padded_tokens = 0.0
 
     def record_forward(
         self, rows: Sequence[int], log_ratio: torch.Tensor, logprob_sum: torch.Tensor, entropy_sum: torch.Tensor
@@ -41,15 +42,22 @@ class RowTable:
         self._values[index, 6] = baseline
         self._values[index, 7] = float(fell_back)
 
-    def packed(self, non_finite_gradients: float) -> torch.Tensor:
-        """One vector to be summed over ranks; ``non_finite_gradients`` is 1.0 where this rank found any."""
-        return torch.cat([self._values.reshape(-1), torch.tensor([non_finite_gradients], dtype=torch.float64)])
+    def record_rank(self, *, gradients_are_finite: bool, padded_tokens: int) -> None:
+        """What this rank found as a whole; ``padded_tokens`` is 0 on all ranks but one a replica."""
+        self._non_finite_gradients = 0.0 if gradients_are_finite else 1.0
+        self._padded_tokens = float(padded_tokens)
+
+    def packed(self) -> torch.Tensor:
+        """One vector to be summed over ranks."""
+        rank = torch.tensor([self._non_finite_gradients, self._padded_tokens], dtype=torch.float64)
+        return torch.cat([self._values.reshape(-1), rank])
 
     @classmethod
     def from_sum(cls, packed: torch.Tensor) -> RowTable:
         """The table that all ranks agree on; RuntimeError when a row has no owner or several."""
-        values = packed[:-1].reshape(-1, len(cls._COLUMNS))
-        table = cls(len(values), values, float(packed[-1]))
+        table = cls(0)
+        table._values = packed[:-2].reshape(-1, len(cls._COLUMNS))
+        table._non_finite_gradients, table._padded_tokens = packed[-2:].tolist()
         if not bool((table._column("owners") == 1).all()):
             raise RuntimeError("a trajectory of the batch was computed by no rank, or by several")
         return table
@@ -83,6 +91,11 @@ class RowTable:
     @property
     def fell_back(self) -> torch.Tensor:
         return self._column("fell_back") > 0
+
+    @property
+    def padded_tokens(self) -> float:
+        """Tokens of padding that went through the model, on all replicas."""
+        return self._padded_tokens
 
     @property
     def finite(self) -> bool:
@@ -160,6 +173,7 @@ def step_metrics(
         "kl/behavior": -float(table.log_ratio.sum() / tokens),
         "entropy": float(table.entropy_sum.sum() / tokens),
         "tokens/trained": float(tokens),
+        "tokens/padded": table.padded_tokens,
         "time/forward_backward": seconds,
         "step/skipped": float(skipped),
     }

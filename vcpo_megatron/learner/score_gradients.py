@@ -196,7 +196,7 @@ class _ScoredLinear(torch.autograd.Function):
     """A tensor-parallel linear layer: Megatron's forward and input gradient, our weight gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Linear) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Linear) -> Any:
         ctx.layer = layer
         ctx.save_for_backward(x, weight)
         total = _gather(x, layer.group) if layer.sequence_parallel else x
@@ -204,7 +204,7 @@ class _ScoredLinear(torch.autograd.Function):
         return out if bias is None else out + bias
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         layer: _Linear = ctx.layer
         x, weight = ctx.saved_tensors
         dx = grad.matmul(weight)
@@ -252,14 +252,14 @@ class _ScoredNorm(torch.autograd.Function):
     """RMSNorm over the last dimension, in fp32 inside."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, norm: _Norm) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, norm: _Norm) -> Any:
         rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.norm = norm
         return (x.float() * rstd).to(x.dtype) * weight
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, rstd = ctx.saved_tensors
         norm: _Norm = ctx.norm
         normalized = x.float() * rstd
@@ -289,7 +289,7 @@ class _ScoredEmbedding(torch.autograd.Function):
     """Embedding lookup of this rank's share of the vocabulary; tokens of other ranks read as zeros."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor, name: str, scores: PackScores) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor, name: str, scores: PackScores) -> Any:
         """``ids`` int64 [T]: row of this rank's shard, -1 for a token of another rank."""
         ctx.save_for_backward(ids)
         ctx.shape, ctx.name, ctx.scores = weight.shape, name, scores
@@ -297,7 +297,7 @@ class _ScoredEmbedding(torch.autograd.Function):
         return out.masked_fill((ids < 0)[:, None], 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (ids,) = ctx.saved_tensors
         scores: PackScores = ctx.scores
         vocabulary, width = ctx.shape

@@ -15,13 +15,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ..algorithm import baselines, importance, normalization
 from ..algorithm.advantages import GroupScale, group_scale
@@ -29,12 +28,12 @@ from ..algorithm.ess import ess_ratio, step_scale
 from ..config.models import AlgorithmConfig, RunConfig
 from ..types import Batch, PolicyVersion, StepResult
 from . import platform
-from .layers import PackParams
 from .logprobs import token_logprobs
 from .opob_sums import OpobSums
 from .packing import Pack, Row, assign_groups, batch_rows, make_pack, split_into_packs
 from .parallel import Parallel, agree_sum
 from .results import RowFacts, RowTable, step_metrics, trajectory_results
+from .schedule import ForwardStep, Loss, as_loss, forward_tokens, run_schedule
 from .score_gradients import PackScores, ScoreSwitch, attach
 from .training import Trainable
 
@@ -88,7 +87,6 @@ class VcpoStep:
         self.trainable = trainable
         self.ess_state = EssState()
         self._device = platform.device()
-        self._forward_backward = get_forward_backward_func()
         self._exact_norms = config.algorithm.baseline == "opob"
         self._switch = ScoreSwitch()
         self._sums: OpobSums | None = None
@@ -122,8 +120,9 @@ class VcpoStep:
         self.trainable.zero_gradients()
         self._forward_only(silent)  # groups of one reward have no gradient, but ESS needs their l_i
         self._forward_and_backward(packs)  # l_i -> w_i -> r_i, q_i; |g_i|; b_g
+        seconds = time.perf_counter() - started
         finalize_model_grads([self.trainable.wrapped])
-        table = self._agree()
+        table = self._agree([*silent, *packs])
         ratio = self._ess_ratio(table.log_ratio, self.config.algorithm.ess_weights)
         scale = self._step_scale(ratio)
         skipped = "" if math.isfinite(ratio) and table.finite else "non-finite step"
@@ -136,7 +135,7 @@ class VcpoStep:
         metrics = step_metrics(
             table, facts, weights, ess_ratio=ratio, ess_ratio_truncated=self._ess_ratio(table.log_ratio, "truncated"),
             ess_scale=scale, learning_rate=learning_rate, total_norm=total_norm, skipped=bool(skipped),
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
         )  # fmt: skip
         return StepResult(batch.step, version, skipped, metrics, trajectory_results(table, facts, weights, batch))
 
@@ -217,22 +216,9 @@ class VcpoStep:
         self._sends.clear()
 
     def _schedule(self, packs: Sequence[Pack], *, forward_only: bool) -> None:
-        """Megatron's schedule (1F1B with pipeline stages) over the packs."""
-        if not packs:
-            return
-        self._forward_backward(
-            forward_step_func=self._forward_without_gradient if forward_only else self._forward_with_gradient,
-            data_iterator=iter(packs),
-            model=[self.trainable.wrapped],
-            num_microbatches=len(packs),
-            seq_length=packs[0].length,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-
-    def _forward(self, pack: Pack, model: torch.nn.Module) -> torch.Tensor:
-        params = PackParams.of(pack.boundaries, pack.length, self._device)
-        return model(pack.tokens[None], pack.positions[None], None, packed_seq_params=params)
+        forward = self._forward_without_gradient if forward_only else self._forward_with_gradient
+        length = packs[0].length if packs else 0
+        run_schedule(self.trainable.wrapped, packs, forward, tokens=length, forward_only=forward_only)
 
     def _log_probs(self, pack: Pack, logits: torch.Tensor) -> torch.Tensor:
         """log pi of the pack's labels [T], at the sampling temperature; fills the pack's rows of the table."""
@@ -255,21 +241,17 @@ class VcpoStep:
         ratios = importance.token_log_ratios(logprobs, pack.behavior_logprobs, pack.mask)
         return importance.truncated_weights(ratios, self.config.algorithm.is_threshold).to(logprobs.dtype)
 
-    def _forward_without_gradient(self, packs: Iterator[Pack], model: torch.nn.Module):  # noqa: ANN202
-        pack = next(packs)
-        output = self._forward(pack, model)
-
-        def loss(logits: torch.Tensor):  # noqa: ANN202
+    def _forward_without_gradient(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
+        def loss(logits: torch.Tensor) -> Loss:
             self._log_probs(pack, logits)
-            return logits.new_zeros(()), torch.zeros((), dtype=torch.int), {}
+            return as_loss(logits.new_zeros(()))
 
-        return output, loss
+        return forward_tokens(model, pack.tokens, pack.positions, pack.boundaries), loss
 
-    def _forward_with_gradient(self, packs: Iterator[Pack], model: torch.nn.Module):  # noqa: ANN202
-        pack = next(packs)
+    def _forward_with_gradient(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
         scores = PackScores(pack) if self._exact_norms else None
         self._switch.current = scores
-        output = self._forward(pack, model)
+        output = forward_tokens(model, pack.tokens, pack.positions, pack.boundaries)
         self._switch.current = None
         if self.parallel.is_last_stage:
             return output, lambda logits: self._loss(pack, scores, logits)
@@ -277,7 +259,7 @@ class VcpoStep:
             self._watch_backward(output, scores, self._receive_log_ratio(pack))
         return output, None
 
-    def _loss(self, pack: Pack, scores: PackScores | None, logits: torch.Tensor):  # noqa: ANN202
+    def _loss(self, pack: Pack, scores: PackScores | None, logits: torch.Tensor) -> Loss:
         """What is differentiated: -sum_i c_i sum_t v_t log pi_t, v_t the token weight or 1.
 
         With exact norms nothing else is in it: w, R and std enter at the weight gradients. Without, the
@@ -295,7 +277,7 @@ class VcpoStep:
         if scores is not None:
             self._send_log_ratio(log_ratio)
             self._watch_backward(loss, scores, None)
-        return loss, torch.zeros((), dtype=torch.int), {}
+        return as_loss(loss)
 
     def _watch_backward(
         self, output: torch.Tensor, scores: PackScores, arriving: tuple[torch.Tensor, dist.Work] | None
@@ -334,14 +316,18 @@ class VcpoStep:
 
     # --- agreement ------------------------------------------------------------------------------
 
-    def _agree(self) -> RowTable:
+    def _agree(self, packs: Sequence[Pack]) -> RowTable:
         """Every trajectory's numbers on every rank, by one SUM of a table of which each row has one owner.
 
         The same reduction says whether any rank holds a non-finite gradient.
         """
-        owned = self._table if self.parallel.speaks_for_replica else RowTable(len(self._facts.rewards))
-        finite = self.trainable.gradients_are_finite()
-        return RowTable.from_sum(agree_sum(owned.packed(0.0 if finite else 1.0), self.parallel))
+        speaks = self.parallel.speaks_for_replica
+        owned = self._table if speaks else RowTable(len(self._facts.rewards))
+        owned.record_rank(
+            gradients_are_finite=self.trainable.gradients_are_finite(),
+            padded_tokens=sum(pack.padded for pack in packs) if speaks else 0,
+        )
+        return RowTable.from_sum(agree_sum(owned.packed(), self.parallel))
 
     def _agreed(self, learning_rate: float) -> float:
         """Assert that all ranks are about to step by the same learning rate."""

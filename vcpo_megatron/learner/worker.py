@@ -72,6 +72,7 @@ class Worker:
             self._step.ess_state = self._checkpoints.load(context.resume_step)
         self._gatherer = WeightGatherer(trainable, self._parallel)
         self._inbox: deque[Message] = deque()
+        self._heard = time.monotonic()
         self._published: PolicyVersion | None = None
         self._taken_over: PolicyVersion | None = None
 
@@ -99,6 +100,8 @@ class Worker:
                     return
                 case Heartbeat():
                     pass
+                case Error(sender, message):
+                    raise ControlError(f"{sender} ended the run: {message}")
                 case other:
                     raise ControlError(f"the learner cannot serve {type(other).__name__}")
 
@@ -119,13 +122,21 @@ class Worker:
         return decode(_broadcast_frames(frames, self._parallel))
 
     def _receive(self) -> Message:
-        """Rank 0: the next command, or a Heartbeat for the other ranks when there is none for a while."""
+        """Rank 0: the next command, or a Heartbeat for the other ranks when there is none for a while.
+
+        The orchestrator sends heartbeats of its own; ControlError when it is silent for ``launch.timeout_s``.
+        """
         assert self._control is not None
         if self._inbox:
             return self._inbox.popleft()
         while (message := self._control.receive(IDLE_S)) is not None:
+            self._heard = time.monotonic()
             if not self._note_sync(message):
                 return message
+        if time.monotonic() - self._heard > self._config.launch.timeout_s:
+            raise ControlError(
+                f"the orchestrator was silent for {self._config.launch.timeout_s:g} s (launch.timeout_s); see its log"
+            )
         return Heartbeat("learner", "idle")
 
     def _note_sync(self, message: Message) -> bool:

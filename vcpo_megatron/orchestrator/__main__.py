@@ -1,7 +1,7 @@
 """The orchestrator process: ``python -m vcpo_megatron.orchestrator``, told everything by its environment variables.
 
-Exit codes: 0 the run ended, or was stopped by SIGTERM or SIGINT after a checkpoint; 1 it failed, and the last line of
-standard error says why.
+Exit codes: 0 the run ended, or was stopped by SIGTERM or SIGINT after a checkpoint; 1 it failed, 2 it refused its
+configuration, and the last line of standard error says why.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from .weight_sync import SyncError
 
 #: Ends that a user can do something about: one line, no traceback.
 _EXPECTED = (
-    RunError, ControlError, FleetError, SyncError, StoreError, ConfigError, EnvironmentSetupError, ServerError,
-    ServerUnavailable, ProtocolError,
+    RunError, ControlError, FleetError, SyncError, StoreError, ServerError, ServerUnavailable, ProtocolError,
 )  # fmt: skip
 
 
@@ -61,7 +60,7 @@ def make_parts(context: ProcessContext, config: RunConfig) -> Parts:
         changes=changes,
         steps=steps,
         vocab_size=shape.vocab,
-        context_length=shape.context,
+        context_length=config.rollout.context_length or shape.context,
     )
 
 
@@ -82,16 +81,24 @@ async def run(context: ProcessContext) -> str:
 def main() -> int:
     """Exit code of the process."""
     try:
-        reason = asyncio.run(run(ProcessContext.from_environment()))
+        context = ProcessContext.from_environment()
+    except KeyError as error:
+        return _fail(f"{error.args[0]} is not set: this process is started by `vcpo train`", 2)
+    try:
+        print(asyncio.run(run(context)), flush=True)
+    except (ConfigError, EnvironmentSetupError) as error:
+        return _fail(one_line(error), 2)
     except _EXPECTED as error:
-        print(f"{ERROR_PREFIX}{one_line(error)}", file=sys.stderr, flush=True)
-        return 1
+        return _fail(one_line(error), 1)
     except Exception as error:  # fault boundary of the process: a defect; the supervisor shows the last line
         traceback.print_exc()
-        print(f"{ERROR_PREFIX}{type(error).__name__}: {one_line(error)}", file=sys.stderr, flush=True)
-        return 1
-    print(reason, flush=True)
+        return _fail(f"{type(error).__name__}: {one_line(error)}", 1)
     return 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"{ERROR_PREFIX}{message}", file=sys.stderr, flush=True)
+    return code
 
 
 if __name__ == "__main__":

@@ -151,6 +151,11 @@ class LearnerLink:
         if self._connected:
             await self._socket.send(Stop(reason))
 
+    async def report(self, failure: str) -> None:
+        """Tell the learner that the run failed, and why; nothing when it never connected."""
+        if self._connected:
+            await self._socket.send(Error("orchestrator", failure))
+
     async def _ask(self, question: Message, kind: type[_M]) -> _M:
         answer: asyncio.Future[_M] = asyncio.get_running_loop().create_future()
         self._answers[kind] = answer

@@ -112,6 +112,9 @@ class Controller:
             reason = await self._run_parts()
             await self._link.stop(reason)
             return reason
+        except Exception as error:  # fault boundary: the learner must not wait for a run that is over
+            await self._link.report(f"{type(error).__name__}: {error}")
+            raise
         finally:
             await self._close()
 

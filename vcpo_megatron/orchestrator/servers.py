@@ -26,6 +26,8 @@ def server_command(context: ProcessContext, config: RunConfig, index: int) -> li
         "--dtype", config.model.dtype,
         "--max-running-requests", str(config.rollout.max_running_requests),
     ]  # fmt: skip
+    if config.rollout.context_length is not None:
+        command += ["--context-length", str(config.rollout.context_length)]
     if config.staleness.lag == "exact":
         command.append("--enable-deterministic-inference")
     return command

@@ -122,7 +122,7 @@ Message = (
     Hello | WeightsReady | SyncDone | Probe | ProbeResult | BatchReady | StepDone | Checkpoint | CheckpointDone
     | Stop | Error | Heartbeat
 )  # fmt: skip
-_KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}  # type: ignore[attr-defined]
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 
 
 # --- encoding ---------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class _Buffers:
 
 def _pack_array(array: np.ndarray, buffers: _Buffers) -> list[Any]:
     little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
-    return [buffers.put(memoryview(little).cast("B") if little.size else b""), little.dtype.str, list(little.shape)]
+    return [buffers.put(little.tobytes()), little.dtype.str, list(little.shape)]
 
 
 def _unpack_array(packed: list[Any], frames: list[Any]) -> np.ndarray:

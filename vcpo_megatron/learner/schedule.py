@@ -1,0 +1,51 @@
+"""Megatron's forward-backward schedule (1F1B with pipeline stages) over packs of any length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from .layers import PackParams
+
+#: What a loss function returns to the schedule: the loss, a token count that is not used, nothing to report.
+Loss = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
+#: What a forward step returns: this stage's output, and on the last stage the function that makes it a loss.
+ForwardStep = tuple[torch.Tensor, Callable[[torch.Tensor], Loss] | None]
+
+_T = TypeVar("_T")
+
+
+def as_loss(value: torch.Tensor) -> Loss:
+    """``value`` as the schedule wants it. It is differentiated as it is: losses are normalised by the caller."""
+    return value, torch.zeros((), dtype=torch.int), {}
+
+
+def forward_tokens(
+    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, boundaries: tuple[int, ...]
+) -> torch.Tensor:
+    """This stage's output for trajectories laid end to end, tokens and positions int64 [T]; see ``packing.Pack``."""
+    params = PackParams.of(boundaries, len(tokens), tokens.device)
+    return model(tokens[None], positions[None], None, packed_seq_params=params)
+
+
+def run_schedule(
+    model: torch.nn.Module, items: Sequence[_T], forward: Callable[[_T, torch.nn.Module], ForwardStep], *,
+    tokens: int, forward_only: bool,
+) -> None:  # fmt: skip
+    """Run ``forward`` on every item, and the backward unless ``forward_only``; nothing when there is no item.
+
+    ``tokens`` is the length of the first item.
+    """
+    if not items:
+        return
+
+    def step(iterator: Iterator[_T], stage: torch.nn.Module) -> ForwardStep:
+        return forward(next(iterator), stage)
+
+    get_forward_backward_func()(
+        forward_step_func=step, data_iterator=iter(items), model=[model], num_microbatches=len(items),
+        seq_length=tokens, micro_batch_size=1, forward_only=forward_only,
+    )  # fmt: skip
