@@ -29,7 +29,8 @@ def one_step_each(cases: list[tuple[RunConfig, list[Batch]]]) -> list[dict[str, 
         results, gradients = [], {}
         optimizer_step = trainable.optimizer.step
 
-        def watched(optimizer_step=optimizer_step, gatherer=gatherer, gradients=gradients):  # noqa: ANN001, ANN202
+        def watched(optimizer_step=optimizer_step, gatherer=gatherer, gradients=gradients, trainable=trainable):  # noqa: ANN001, ANN202
+            _complete_gradients(trainable)
             gradients.update({k: v.clone() for k, v in gatherer.gather(lambda parameter: parameter.main_grad)})
             return optimizer_step()
 
@@ -43,6 +44,20 @@ def one_step_each(cases: list[tuple[RunConfig, list[Batch]]]) -> list[dict[str, 
         )
         parallel_state.destroy_model_parallel()
     return outcomes
+
+
+def _complete_gradients(trainable: Any) -> None:
+    """With a distributed optimizer a rank's reduced gradient is a part of the buffer: fetch the others'."""
+    for wrapped in trainable.wrapped:
+        if not wrapped.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                parts = bucket.grad_data.chunk(group.size())
+                whole = [torch.empty_like(part) for part in parts]
+                torch.distributed.all_gather(whole, parts[group.rank()].contiguous(), group=group)
+                bucket.grad_data.copy_(torch.cat(whole))
 
 
 def save_and_continue(config: RunConfig, batches: list[Batch], run_dir: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def make_model_folder(folder: Path, family: str = "qwen2", *, tied: bool = False
     return folder
 
 
-def make_config(model: Path, ranks: int, **sections: dict[str, Any]) -> RunConfig:
+def make_config(model: Path, ranks: int, /, **sections: dict[str, Any]) -> RunConfig:
     """A run on ``model``; ``sections`` override single keys."""
     base: dict[str, dict[str, Any]] = {
         "model": {"path": model, "vocab_multiple": 8},

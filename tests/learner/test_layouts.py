@@ -5,6 +5,8 @@ Layouts that share a world size share one launch: starting Megatron's processes 
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +19,61 @@ from .scenarios import Oracle, make_batch, make_config, make_model_folder, oracl
 from .world import run_world
 
 ONE_STEP = "learner.run_layouts:one_step_each"
-#: name -> (ranks, family, tied embeddings, parallel section)
-LAYOUTS: dict[str, tuple[int, str, bool, dict[str, int]]] = {
-    "single": (1, "qwen2", False, {}),
-    "single tied": (1, "qwen2", True, {}),
-    "single qk-norm": (1, "qwen3", False, {}),
-    "single llama": (1, "llama", False, {}),
-    "tp2": (2, "qwen2", False, {"tensor": 2}),
-    "tp2 tied": (2, "qwen2", True, {"tensor": 2}),
-    "tp2 qk-norm": (2, "qwen3", False, {"tensor": 2}),
-    "pp2": (2, "qwen2", False, {"pipeline": 2}),
-    "dp2": (2, "qwen2", False, {}),
-    "tp2 pp2": (4, "qwen2", False, {"tensor": 2, "pipeline": 2}),
-    "tp2 dp2": (4, "qwen3", False, {"tensor": 2}),
-    "pp2 dp2": (4, "llama", False, {"pipeline": 2}),
-    "pp4": (4, "qwen2", False, {"pipeline": 4}),
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout: ranks, the model's family, and sections of the configuration."""
+
+    ranks: int
+    parallel: dict[str, Any] = field(default_factory=dict)
+    family: str = "qwen2"
+    tied: bool = False
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+SP: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
+FULL, SELECTIVE = ({"model": {"recompute": kind}} for kind in ("full", "selective"))
+DISTRIBUTED = {"optimizer": {"distributed": True}}
+LAYOUTS: dict[str, Case] = {
+    "single": Case(1),
+    "single tied": Case(1, tied=True),
+    "single qk-norm": Case(1, family="qwen3"),
+    "single llama": Case(1, family="llama"),
+    "single full recompute": Case(1, sections=FULL),
+    "single selective recompute": Case(1, sections=SELECTIVE),
+    "tp2": Case(2, {"tensor": 2}),
+    "tp2 tied": Case(2, {"tensor": 2}, tied=True),
+    "tp2 qk-norm": Case(2, {"tensor": 2}, "qwen3"),
+    "tp2 sp": Case(2, SP),
+    "tp2 sp tied": Case(2, SP, tied=True),
+    "tp2 sp qk-norm full recompute": Case(2, SP, "qwen3", sections=FULL),
+    "pp2": Case(2, {"pipeline": 2}),
+    "pp2 tied": Case(2, {"pipeline": 2}, tied=True),
+    "pp2 full recompute": Case(2, {"pipeline": 2}, sections=FULL),
+    "pp2 vpp2": Case(2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "pp2 vpp2 tied": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, tied=True, sections=FULL),
+    "dp2": Case(2),
+    "dp2 distributed": Case(2, sections=DISTRIBUTED),
+    "cp2": Case(2, {"context": 2}),
+    "cp2 tied": Case(2, {"context": 2}, tied=True),
+    "cp2 qk-norm distributed": Case(2, {"context": 2}, "qwen3", sections=DISTRIBUTED),
+    "tp2 pp2": Case(4, {"tensor": 2, "pipeline": 2}),
+    "tp2 dp2": Case(4, {"tensor": 2}, "qwen3"),
+    "pp2 dp2": Case(4, {"pipeline": 2}, "llama"),
+    "pp4": Case(4, {"pipeline": 4}),
+    "tp2 sp dp2 distributed": Case(4, SP, "qwen3", sections=DISTRIBUTED),
+    "tp2 sp pp2 vpp2 tied": Case(4, {**SP, "pipeline": 2, "virtual_pipeline": 2}, tied=True),
+    "tp2 cp2": Case(4, {"tensor": 2, "context": 2}),
+    "tp2 sp cp2": Case(4, {**SP, "context": 2}, "qwen3"),
+    "pp2 cp2 tied": Case(4, {"pipeline": 2, "context": 2}, tied=True),
 }
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
     root = tmp_path_factory.mktemp("models")
-    kinds = sorted({(family, tied) for _, family, tied, _ in LAYOUTS.values()})
+    kinds = sorted({(case.family, case.tied) for case in LAYOUTS.values()})
     return {kind: make_model_folder(root / f"{kind[0]}{kind[1]}", kind[0], tied=kind[1]) for kind in kinds}
 
 
@@ -46,19 +81,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], P
 def outcomes(models: dict[tuple[str, bool], Path]) -> dict[str, tuple[RunConfig, dict[str, Any], Oracle]]:
     """One step in every layout, and the oracle's for its model."""
     found, oracles = {}, {}
-    for ranks in sorted({layout[0] for layout in LAYOUTS.values()}):
-        names = [name for name, layout in LAYOUTS.items() if layout[0] == ranks]
+    chosen = LAYOUTS
+    if os.environ.get("LAYOUTS_ONLY"):
+        chosen = {n: c for n, c in LAYOUTS.items() if n in os.environ["LAYOUTS_ONLY"].split(",")}
+    for ranks in sorted({case.ranks for case in chosen.values()}):
+        names = [name for name, case in chosen.items() if case.ranks == ranks]
         cases = []
         for name in names:
-            _, family, tied, parallel = LAYOUTS[name]
-            model = models[family, tied]
-            config, batch = make_config(model, ranks, parallel=parallel), make_batch(model)
+            case = LAYOUTS[name]
+            kind = (case.family, case.tied)
+            model = models[kind]
+            config = make_config(model, ranks, parallel=case.parallel, **case.sections)
+            batch = make_batch(model)
             cases.append((config, [batch]))
-            if (family, tied) not in oracles:
-                oracles[family, tied] = oracle_step(model, batch, config)
+            if kind not in oracles:
+                oracles[kind] = oracle_step(model, batch, config)
         results = run_world(ranks, ONE_STEP, {"cases": cases})
         for name, (config, _), result in zip(names, cases, results, strict=True):
-            found[name] = (config, result, oracles[LAYOUTS[name][1:3]])
+            found[name] = (config, result, oracles[LAYOUTS[name].family, LAYOUTS[name].tied])
     return found
 
 

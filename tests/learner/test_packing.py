@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vcpo_megatron.learner.packing import Row, assign_groups, batch_rows, make_pack, split_into_packs
+from vcpo_megatron.learner.packing import Row, Share, assign_groups, batch_rows, make_pack, split_into_packs
 from vcpo_megatron.types import Batch, Group, PolicyVersion, Trajectory, Turn, VersionSpan
 
 
@@ -23,7 +23,7 @@ def rows_of(*lengths: int) -> list[Row]:
 
 def test_a_pack_lays_trajectories_end_to_end_without_their_last_token() -> None:
     rows = [Row(4, 1, trajectory([5, 6, 7], 1)), Row(5, 1, trajectory([8, 9], 1))]
-    pack = make_pack(rows, 4, torch.device("cpu"))
+    pack = make_pack(rows, Share(multiple=4), torch.device("cpu"))
     assert pack.tokens.tolist() == [5, 6, 8, 0]
     assert pack.labels.tolist() == [6, 7, 9, 0]
     assert pack.positions.tolist() == [0, 1, 0, 0]

@@ -21,6 +21,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     path: Path = Field(description="Hugging Face folder: config.json, safetensors, tokenizer")
     dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations computed again in the backward: none, attention's inside, or whole layers"
+    )
     vocab_multiple: int = Field(128, ge=1, description="the vocabulary is padded to a multiple of this")
 
 
@@ -61,6 +64,7 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.1, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
+    distributed: bool = Field(False, description="shard optimizer states and main parameters over data-parallel ranks")
     clip_grad: float = Field(1.0, ge=0, description="0 turns clipping off")
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)

@@ -6,8 +6,11 @@ fusion off that would hide a layer's input from the per-trajectory gradients.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -47,8 +50,8 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=config.parallel.tensor,
-        pipeline_model_parallel_size=config.parallel.pipeline,
+        **_layout_options(config),
+        **_RECOMPUTE[config.model.recompute],
         # every value is read from the checkpoint; what Megatron would draw at random is never used
         perform_initialization=False,
         use_cpu_initialization=not platform.has_gpu(),
@@ -67,7 +70,36 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
     )
 
 
-def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+#: model.recompute -> Megatron's options: of every layer only the input is kept, or all but attention's inside.
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def _layout_options(config: RunConfig) -> dict[str, Any]:
+    parallel = config.parallel
+    options: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": parallel.sequence_parallel and parallel.tensor > 1,
+    }
+    if parallel.virtual_pipeline > 1:
+        # batched sends of several chunks are received in another order by gloo: silently wrong gradients
+        options |= {
+            "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+            "deallocate_pipeline_outputs": False,
+        }
+    return options
+
+
+def _layer_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -75,7 +107,8 @@ def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    layers = get_num_layers_to_build(config, vp_stage=stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
 def padded_vocabulary(config: RunConfig, shape: ModelShape) -> int:
@@ -84,11 +117,20 @@ def padded_vocabulary(config: RunConfig, shape: ModelShape) -> int:
     return -(-shape.vocab_size // multiple) * multiple
 
 
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to one expert: it is cut by expert tensor parallelism and lives on some ranks."""
+    return ".local_experts." in name
+
+
 def global_name(chunk: GPTModel, name: str) -> str:
-    """Name of a parameter with its layer counted over all pipeline stages."""
+    """Name of a parameter with its layer counted over all pipeline stages, and its expert over all ranks."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+        layer = chunk.decoder.layers[int(parts[2])]
+        parts[2] = str(layer.layer_number - 1)
+        if is_expert(name):
+            number = parts.index("local_experts") + 1
+            parts[number] = str(layer.mlp.local_expert_indices[int(parts[number])])
     return ".".join(parts)
 
 
@@ -99,31 +141,41 @@ def describe(config: RunConfig) -> tuple[HFFolder, Family, ModelShape]:
     return folder, family, family.model_shape(folder.config)
 
 
-def build_model(config: RunConfig, parallel: Parallel, *, load: bool) -> tuple[GPTModel, Family, ModelShape]:
-    """This rank's part of the model; ``load`` reads its weights from ``model.path``."""
+def build_model(config: RunConfig, parallel: Parallel, *, load: bool) -> tuple[list[GPTModel], Family, ModelShape]:
+    """This rank's part of the model, one chunk a virtual stage; ``load`` reads its weights from ``model.path``."""
     folder, family, shape = describe(config)
     megatron = transformer_config(config, shape)
     padded = padded_vocabulary(config, shape)
+    if load and parallel.rank == 0:  # tensors that the model does not have would be ignored without a word
+        for name, reason in unconsumed(folder, family, shape).items():
+            print(f"{folder.path}: {name} is not loaded: {reason}", flush=True)
+    chunks = []
+    for stage in range(parallel.virtual_size):
+        chunk = _build_chunk(megatron, shape, padded, stage if parallel.virtual_size > 1 else None)
+        _mark_tensor_parallel(chunk, family, parallel)
+        if load:
+            _load_weights(chunk, folder, family, shape, parallel, padded)
+        chunks.append(chunk)
+    return chunks, family, shape
+
+
+def _build_chunk(megatron: TransformerConfig, shape: ModelShape, padded: int, stage: int | None) -> GPTModel:
+    """``stage``: number of the virtual stage, None without."""
     model = GPTModel(
         config=megatron,
-        transformer_layer_spec=_layer_spec(megatron),
+        transformer_layer_spec=_layer_spec(megatron, stage),
         vocab_size=padded,
         max_sequence_length=shape.max_position_embeddings,
-        pre_process=parallel.is_first_stage,
-        post_process=parallel.is_last_stage,
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
+        vp_stage=stage,
     )
     model.to(platform.device())
-    _mark_tensor_parallel(model, family, parallel)
-    if load:
-        if parallel.rank == 0:  # tensors that the model does not have would be ignored without a word
-            for name, reason in unconsumed(folder, family, shape).items():
-                print(f"{folder.path}: {name} is not loaded: {reason}", flush=True)
-        _load_weights(model, folder, family, shape, parallel, padded)
-    return model, family, shape
+    return model
 
 
 def _mark_tensor_parallel(model: GPTModel, family: Family, parallel: Parallel) -> None:

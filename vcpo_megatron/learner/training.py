@@ -19,10 +19,10 @@ from .parallel import Parallel
 
 @dataclass(frozen=True)
 class Trainable:
-    """What a step changes. ``model`` is the bare GPTModel inside ``wrapped``."""
+    """What a step changes. ``chunks`` are the bare GPTModels inside ``wrapped``: one, or one a virtual stage."""
 
-    model: GPTModel
-    wrapped: DistributedDataParallel
+    chunks: tuple[GPTModel, ...]
+    wrapped: tuple[DistributedDataParallel, ...]
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     family: Family
@@ -30,12 +30,13 @@ class Trainable:
 
     def zero_gradients(self) -> None:
         """Forget the gradients of the last step."""
-        self.wrapped.zero_grad_buffer()
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def gradients_are_finite(self) -> bool:
         """True when every gradient that this rank holds is finite."""
-        buffers = self.wrapped.buffers + self.wrapped.expert_parallel_buffers
+        buffers = [b for chunk in self.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return all(bool(buffer.grad_data.isfinite().all()) for buffer in buffers)
 
     def scheduled_learning_rate(self) -> float:
@@ -54,12 +55,14 @@ class Trainable:
 
 def build_trainable(config: RunConfig, parallel: Parallel, *, load: bool) -> Trainable:
     """Build model, DDP, optimizer and schedule; ``load`` reads the weights of ``model.path``."""
-    model, family, shape = build_model(config, parallel, load=load)
+    chunks, family, shape = build_model(config, parallel, load=load)
     # The step reduces gradients once, by finalize_model_grads, after the last baseline is known.
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    wrapped = DistributedDataParallel(model.config, ddp, model)
-    optimizer = get_megatron_optimizer(_optimizer_config(config), [wrapped])
-    return Trainable(model, wrapped, optimizer, _schedule(config, optimizer), family, shape)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=config.optimizer.distributed
+    )
+    wrapped = tuple(DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks)
+    optimizer = get_megatron_optimizer(_optimizer_config(config), list(wrapped))
+    return Trainable(tuple(chunks), wrapped, optimizer, _schedule(config, optimizer), family, shape)
 
 
 def _optimizer_config(config: RunConfig) -> OptimizerConfig:
@@ -75,6 +78,7 @@ def _optimizer_config(config: RunConfig) -> OptimizerConfig:
         adam_eps=chosen.eps,
         clip_grad=chosen.clip_grad,
         bf16=bf16,
+        use_distributed_optimizer=chosen.distributed,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
     )
 

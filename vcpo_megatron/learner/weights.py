@@ -1,8 +1,8 @@
 """The whole model as Hugging Face tensors on rank 0, one parameter at a time.
 
-The ranks of data-parallel replica 0 send their shards in one global order (stage by stage, parameter
-by parameter), rank 0 puts the shards of one parameter together and renames them: no rank ever holds
-more than its own part and one whole parameter.
+Each shard of a parameter is sent by the first rank that holds it, in one global order; rank 0 puts the
+shards of one parameter together and renames them: no rank ever holds more than its own part and one whole
+parameter.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .model import global_name
+from .model import global_name, is_expert
 from .parallel import Parallel
 from .training import Trainable
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """Where one rank's parameters are, and their order and shapes."""
+    """One rank's part of one parameter: ``part`` is its number among the tensor-parallel ranks."""
 
     rank: int
-    data_rank: int
-    pipeline_rank: int
-    tensor_rank: int
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    part: int
+    shape: tuple[int, ...]
 
 
 class WeightGatherer:
@@ -35,18 +33,27 @@ class WeightGatherer:
     def __init__(self, trainable: Trainable, parallel: Parallel) -> None:
         self._trainable = trainable
         self._parallel = parallel
-        self._parameters = [(global_name(trainable.model, n), p) for n, p in trainable.model.named_parameters()]
-        mine = _Shard(
-            parallel.rank, parallel.data_rank, parallel.pipeline_rank, parallel.tensor_rank,
-            tuple((name, tuple(p.shape)) for name, p in self._parameters),
-        )  # fmt: skip
-        everyone: list[_Shard] = [mine] * parallel.world_size
+        self._own: dict[str, torch.nn.Parameter] = {}
+        mine: list[tuple[int, int, str, _Shard]] = []
+        for number, chunk in enumerate(trainable.chunks):
+            for name, parameter in chunk.named_parameters():
+                name = global_name(chunk, name)
+                self._own[name] = parameter
+                part = parallel.expert_tensor_rank if is_expert(name) else parallel.tensor_rank
+                shard = _Shard(parallel.rank, part, tuple(parameter.shape))
+                mine.append((number, parallel.pipeline_rank, name, shard))
+        everyone = [mine] * parallel.world_size
         dist.all_gather_object(everyone, mine, group=parallel.command_group)
-        replica = [shard for shard in everyone if shard.data_rank == 0]
-        self._stages = [
-            sorted((s for s in replica if s.pipeline_rank == stage), key=lambda s: s.tensor_rank)
-            for stage in range(parallel.pipeline_size)
-        ]
+        held = sorted((entry for rank in everyone for entry in rank), key=lambda entry: entry[:2])
+        self._holders: dict[str, list[_Shard]] = {}  # in order of the forward pass
+        for _, _, name, shard in held:
+            holders = self._holders.setdefault(name, [])
+            if shard.part not in {holder.part for holder in holders}:
+                holders.append(shard)
+        for name, holders in self._holders.items():
+            holders.sort(key=lambda holder: holder.part)
+            if trainable.family.partition_dim(name) is None:
+                del holders[1:]
 
     def gather(
         self, value: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.data
@@ -56,26 +63,20 @@ class WeightGatherer:
         ``value`` picks what is gathered: the parameter, or its gradient. Every rank must run the
         iterator to its end.
         """
-        own = dict(self._parameters)
-        for stage in self._stages:
-            for position, (name, _) in enumerate(stage[0].parameters):
-                cut = self._trainable.family.partition_dim(name) is not None
-                holders = stage if cut else stage[:1]
-                if self._parallel.rank == 0:
-                    parts = [self._fetch(holder, own, position, value) for holder in holders]
-                    yield from self._trainable.family.to_hf(name, parts, self._trainable.shape)
-                elif self._parallel.rank in {holder.rank for holder in holders}:
-                    shard = value(own[name]).detach().to("cpu").contiguous()
-                    dist.send(shard, 0, group=self._parallel.command_group)
+        for name, holders in self._holders.items():
+            if self._parallel.rank == 0:
+                parts = [self._fetch(name, holder, value) for holder in holders]
+                yield from self._trainable.family.to_hf(name, parts, self._trainable.shape)
+            elif self._parallel.rank in {holder.rank for holder in holders}:
+                shard = value(self._own[name]).detach().to("cpu").contiguous()
+                dist.send(shard, 0, group=self._parallel.command_group)
 
     def _fetch(
-        self, holder: _Shard, own: dict[str, torch.nn.Parameter], position: int,
-        value: Callable[[torch.nn.Parameter], torch.Tensor],
+        self, name: str, holder: _Shard, value: Callable[[torch.nn.Parameter], torch.Tensor]
     ) -> torch.Tensor:  # fmt: skip
-        name, shape = holder.parameters[position]
         if holder.rank == 0:
-            return value(own[name]).detach().to("cpu")
-        dtype = value(self._parameters[0][1]).dtype
-        received = torch.empty(shape, dtype=dtype)
+            return value(self._own[name]).detach().to("cpu")
+        dtype = value(next(iter(self._own.values()))).dtype
+        received = torch.empty(holder.shape, dtype=dtype)
         dist.recv(received, holder.rank, group=self._parallel.command_group)
         return received
