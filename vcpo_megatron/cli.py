@@ -215,12 +215,12 @@ def _problems(config: RunConfig) -> list[str]:
     """Everything that keeps ``config`` from running on any machine."""
     from .config.checks import problems
     from .config.load import ConfigError
-    from .config.model_folder import ModelShape
+    from .config.model_folder import read_model
     from .environments.registry import validate_environment
 
     found = problems(config)
     try:
-        context = config.rollout.context_length or ModelShape.read(config.model.path).context
+        context = config.rollout.context_length or read_model(config.model.path).max_position_embeddings
     except ConfigError:
         return found  # already among them
     of_environment = validate_environment(config.environment, config.model.path, config.train.seed, context)
@@ -270,10 +270,10 @@ def _refuse(problems: Sequence[str]) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     from .config.load import ConfigError
-    from .config.model_folder import ModelShape, tokenizer_problems, weight_problems
+    from .config.model_folder import read_model, tokenizer_problems, weight_problems
 
     try:
-        shape = ModelShape.read(args.model)
+        shape = read_model(args.model)
     except ConfigError as error:
         return _refuse(error.problems)
     if found := weight_problems(args.model, shape) + tokenizer_problems(args.model, shape):

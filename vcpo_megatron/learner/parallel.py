@@ -31,6 +31,8 @@ class Parallel:
     pipeline_size: int
     data_rank: int
     data_size: int
+    expert_tensor_rank: int
+    expert_tensor_size: int
     tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
     command_group: dist.ProcessGroup
@@ -68,6 +70,8 @@ def initialize(config: RunConfig) -> Parallel:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.parallel.tensor,
         pipeline_model_parallel_size=config.parallel.pipeline,
+        expert_model_parallel_size=config.parallel.expert,
+        expert_tensor_parallel_size=config.parallel.expert_tensor,
         distributed_timeout_minutes=config.launch.timeout_s / 60,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed + 1)
@@ -80,6 +84,8 @@ def initialize(config: RunConfig) -> Parallel:
         pipeline_size=mpu.get_pipeline_model_parallel_world_size(),
         data_rank=mpu.get_data_parallel_rank(),
         data_size=mpu.get_data_parallel_world_size(),
+        expert_tensor_rank=mpu.get_expert_tensor_parallel_rank(),
+        expert_tensor_size=mpu.get_expert_tensor_parallel_world_size(),
         tensor_group=mpu.get_tensor_model_parallel_group(),
         pipeline_group=mpu.get_pipeline_model_parallel_group(),
         command_group=dist.new_group(backend="gloo", timeout=timeout),
