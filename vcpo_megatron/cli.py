@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_serve(commands)
+    _add_convert(commands)
     _add_doctor(commands)
     return parser
 
@@ -89,6 +90,12 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=30000, help="0: any free one (default: %(default)s)")
     parser.set_defaults(command=_serve)
+
+
+def _add_convert(commands: Any) -> None:
+    from .cli_convert import add_convert
+
+    add_convert(commands)
 
 
 def _add_doctor(commands: Any) -> None:

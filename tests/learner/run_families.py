@@ -49,7 +49,7 @@ def _logits(model: Any, prompt: torch.Tensor, parallel: Any, size: int) -> torch
     def collect(output: torch.Tensor):  # noqa: ANN202
         parts = [torch.empty_like(output[0]) for _ in range(parallel.tensor_size)]
         dist.all_gather(parts, output[0].contiguous(), group=parallel.tensor_group)
-        found.append(torch.cat(parts, dim=-1)[:, :size])
+        found.append(torch.cat(parts, dim=-1)[:, :size].contiguous())
         return as_loss(output.new_zeros(()))
 
     def forward(_: None, stage: Any):  # noqa: ANN202

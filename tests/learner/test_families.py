@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from vcpo_megatron.learner.convert import Layout, import_hf
+
 from .families import FAMILIES, make_family, reference_logits
 from .scenarios import make_config
 from .world import run_world
@@ -30,6 +32,8 @@ def has_experts(family: str) -> bool:
     return "moe" in family or "mixtral" in family
 
 
+#: Layouts that read a checkpoint, which was imported for another layout, in place of the Hugging Face folder.
+FROM_CHECKPOINT = ("tp2", "pp2 ep2", "tp2 pp2", "tp2 pp2 ep2")
 CASES = [
     (layout, family)
     for layout, (_, parallel) in LAYOUTS.items()
@@ -45,11 +49,30 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folders: dict[str, Path]) -> dict[tuple[str, str], dict[str, Any]]:
+def checkpoints(folders: dict[str, Path]) -> dict[str, Path]:
+    """Dense models for two stages; models with experts for two tensor-parallel and two expert-parallel ranks."""
+    found = {}
+    for family, folder in folders.items():
+        layout = Layout(tensor=2, expert=2) if has_experts(family) else Layout(pipeline=2)
+        found[family] = folder.with_name(f"{family}.checkpoint")
+        assert import_hf(folder, found[family], layout, vocab_multiple=8, progress=False) == {}
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    folders: dict[str, Path], checkpoints: dict[str, Path]
+) -> dict[tuple[str, str], dict[str, Any]]:
     found = {}
     for ranks in sorted({ranks for ranks, _ in LAYOUTS.values()}):
         mine = [case for case in CASES if LAYOUTS[case[0]][0] == ranks]
-        runs = [(make_config(folders[family], ranks, parallel=LAYOUTS[layout][1]), None) for layout, family in mine]
+        runs = [
+            (
+                make_config(folders[family], ranks, parallel=LAYOUTS[layout][1]),
+                str(checkpoints[family]) if layout in FROM_CHECKPOINT else None,
+            )
+            for layout, family in mine
+        ]
         results = run_world(ranks, "learner.run_families:logits_each", {"cases": runs}, timeout_s=400)
         found |= dict(zip(mine, results, strict=True))
     return found

@@ -105,5 +105,6 @@ class Checkpoints:
 
 def load_weights(model: GPTModel, path: Path) -> None:
     """Fill ``model`` from the checkpoint in ``path``, whatever layout wrote it; collective over all ranks."""
-    state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(path))
+    parameters = {k: v for k, v in model.sharded_state_dict().items() if not k.endswith("_extra_state")}
+    state = dist_checkpointing.load({"model": parameters}, str(path))
     model.load_state_dict(state["model"], strict=False)  # extra states are not parameters
