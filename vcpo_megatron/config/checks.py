@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .load import ConfigError
-from .model_folder import ModelShape, tokenizer_problems, weight_problems
+from .model_folder import read_model, tokenizer_problems, weight_problems
+from .model_shape import ModelShape
 from .models import RunConfig
 
 
@@ -27,7 +28,7 @@ def problems(config: RunConfig) -> list[str]:
         *_ports(config),
     ]
     try:
-        shape = ModelShape.read(config.model.path)
+        shape = read_model(config.model.path)
     except ConfigError as error:
         return found + error.problems
     found += _model_fits(config, shape)
@@ -156,22 +157,22 @@ def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """The split of the model, and the lengths of trajectories, against the model's sizes."""
     parallel, path = config.parallel, config.model.path
     for name, size, what in (
-        ("tensor", shape.heads, "attention heads"),
-        ("tensor", shape.kv_heads, "key-value heads"),
-        ("tensor", shape.ffn, "units of the MLP"),
-        ("pipeline", shape.layers, "layers"),
+        ("tensor", shape.num_attention_heads, "attention heads"),
+        ("tensor", shape.num_key_value_heads, "key-value heads"),
+        ("tensor", shape.ffn_hidden_size, "units of the MLP"),
+        ("pipeline", shape.num_layers, "layers"),
     ):
         if size % (ways := getattr(parallel, name)):
             yield f"parallel.{name} = {ways}: does not divide the {size} {what} of {path}"
-    if shape.tied and parallel.pipeline > 1:
+    if shape.tie_word_embeddings and parallel.pipeline > 1:
         yield (
             f"parallel.pipeline = {parallel.pipeline}: {path} has tied embeddings (tie_word_embeddings), "
             "which are not supported with more than one pipeline stage yet; use 1"
         )
     wanted = config.rollout.context_length
-    if wanted is not None and wanted > shape.context:
+    if wanted is not None and wanted > shape.max_position_embeddings:
         yield (
-            f"rollout.context_length = {wanted} exceeds the {shape.context} positions of {path} "
+            f"rollout.context_length = {wanted} exceeds the {shape.max_position_embeddings} positions of {path} "
             "(max_position_embeddings); lower it"
         )
     elif wanted is not None and config.rollout.max_new_tokens >= wanted:
@@ -179,8 +180,8 @@ def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt within "
             f"rollout.context_length = {wanted}; lower it or raise rollout.context_length"
         )
-    elif config.rollout.max_new_tokens >= shape.context:
+    elif config.rollout.max_new_tokens >= shape.max_position_embeddings:
         yield (
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: leaves no room for a prompt in the "
-            f"{shape.context} positions of {path} (max_position_embeddings); lower it"
+            f"{shape.max_position_embeddings} positions of {path} (max_position_embeddings); lower it"
         )

@@ -34,6 +34,9 @@ class ParallelConfig(Section):
     context: int = Field(1, ge=1)
     expert: int = Field(1, ge=1)
     expert_tensor: int = Field(1, ge=1)
+    expert_dispatcher: Literal["alltoall", "allgather"] = Field(
+        "alltoall", description="how tokens reach the ranks of their experts"
+    )
     sequence_parallel: bool = False
 
 

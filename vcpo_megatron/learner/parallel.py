@@ -47,6 +47,7 @@ class Parallel:
     data_size: int
     expert_rank: int
     expert_tensor_rank: int
+    expert_tensor_size: int
     spread_size: int
     sequence_parallel: bool
     tensor_group: dist.ProcessGroup
@@ -142,6 +143,7 @@ def initialize(config: RunConfig) -> Parallel:
         data_size=mpu.get_data_parallel_world_size(),
         expert_rank=mpu.get_expert_model_parallel_rank(),
         expert_tensor_rank=mpu.get_expert_tensor_parallel_rank(),
+        expert_tensor_size=chosen.expert_tensor,
         spread_size=block // dense,
         sequence_parallel=chosen.sequence_parallel and chosen.tensor > 1,
         tensor_group=mpu.get_tensor_model_parallel_group(),

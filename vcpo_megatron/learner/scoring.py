@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -15,6 +17,13 @@ from .training import Trainable
 
 def score_tokens(trainable: Trainable, parallel: Parallel, tokens: np.ndarray) -> np.ndarray:
     """float32 [L-1]: log pi(tokens[t] | tokens[:t]) for t = 1..L-1 at temperature 1, on every rank."""
+    return score_with(trainable.wrapped, trainable.shape.vocab_size, parallel, tokens)
+
+
+def score_with(
+    chunks: Sequence[torch.nn.Module], vocab_size: int, parallel: Parallel, tokens: np.ndarray
+) -> np.ndarray:
+    """``score_tokens`` for bare chunks of a model."""
     length = len(tokens) - 1
     layout = Layout.of([length], parallel.share)
     padded = np.zeros(layout.total + 1, np.int64)
@@ -24,8 +33,7 @@ def score_tokens(trainable: Trainable, parallel: Parallel, tokens: np.ndarray) -
     found = torch.zeros(layout.total, dtype=torch.float64)
 
     def score(logits: torch.Tensor) -> Loss:
-        size = trainable.shape.vocab_size
-        logprobs, _ = token_logprobs(logits.squeeze(0), labels, 1.0, size, parallel.tensor_group)
+        logprobs, _ = token_logprobs(logits.squeeze(0), labels, 1.0, vocab_size, parallel.tensor_group)
         if parallel.is_last_stage and parallel.tensor_rank == 0 and parallel.data_rank == 0:
             found[own] = logprobs.detach().cpu().double()
         return as_loss(logits.new_zeros(()))
@@ -34,5 +42,5 @@ def score_tokens(trainable: Trainable, parallel: Parallel, tokens: np.ndarray) -
         return forward_tokens(model, inputs, own.to(inputs.device), layout), score
 
     items = [None] * parallel.steps_multiple
-    run_schedule(trainable.wrapped, items, forward, tokens=layout.total, forward_only=True)
+    run_schedule(chunks, items, forward, tokens=layout.total, forward_only=True)
     return agree_sum(found, parallel)[:length].to(torch.float32).numpy()

@@ -1,8 +1,8 @@
 """The whole model as Hugging Face tensors on rank 0, one parameter at a time.
 
-Each shard of a parameter is sent by the first rank that holds it, in one global order; rank 0 puts the
-shards of one parameter together and renames them: no rank ever holds more than its own part and one whole
-parameter.
+The ranks of data-parallel replica 0 send their shards in one global order (stage by stage, parameter
+by parameter), rank 0 puts the shards of one parameter together and renames them: no rank ever holds
+more than its own part and one whole parameter.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .model import global_name, is_expert
+from .model import global_name
 from .parallel import Parallel
 from .training import Trainable
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """One rank's part of one parameter: ``part`` is its number among the tensor-parallel ranks."""
+class _Held:
+    """What one rank holds: its coordinates, and the shape of each of its parameters."""
 
     rank: int
-    part: int
-    shape: tuple[int, ...]
+    data_rank: int
+    tensor_rank: int
+    expert_tensor_rank: int
+    parameters: dict[str, tuple[int, ...]]
 
 
 class WeightGatherer:
@@ -33,27 +35,26 @@ class WeightGatherer:
     def __init__(self, trainable: Trainable, parallel: Parallel) -> None:
         self._trainable = trainable
         self._parallel = parallel
-        self._own: dict[str, torch.nn.Parameter] = {}
-        mine: list[tuple[int, int, str, _Shard]] = []
-        for number, chunk in enumerate(trainable.chunks):
-            for name, parameter in chunk.named_parameters():
-                name = global_name(chunk, name)
-                self._own[name] = parameter
-                part = parallel.expert_tensor_rank if is_expert(name) else parallel.tensor_rank
-                shard = _Shard(parallel.rank, part, tuple(parameter.shape))
-                mine.append((number, parallel.pipeline_rank, name, shard))
-        everyone = [mine] * parallel.world_size
+        self._own = {global_name(c, n): p for c in trainable.chunks for n, p in c.named_parameters()}
+        mine = _Held(
+            parallel.rank, parallel.data_rank, parallel.tensor_rank, parallel.expert_tensor_rank,
+            {name: tuple(parameter.shape) for name, parameter in self._own.items()},
+        )  # fmt: skip
+        everyone: list[_Held] = [mine] * parallel.world_size
         dist.all_gather_object(everyone, mine, group=parallel.command_group)
-        held = sorted((entry for rank in everyone for entry in rank), key=lambda entry: entry[:2])
-        self._holders: dict[str, list[_Shard]] = {}  # in order of the forward pass
-        for _, _, name, shard in held:
-            holders = self._holders.setdefault(name, [])
-            if shard.part not in {holder.part for holder in holders}:
-                holders.append(shard)
-        for name, holders in self._holders.items():
-            holders.sort(key=lambda holder: holder.part)
-            if trainable.family.partition_dim(name) is None:
-                del holders[1:]
+        names = trainable.family.megatron_names(trainable.shape)
+        self._plan = [(name, self._holders(name, everyone)) for name in names]
+
+    def _holders(self, name: str, everyone: list[_Held]) -> list[_Held]:
+        """The ranks whose shards make up one parameter, in order; the first of several that hold the same."""
+        family = self._trainable.family
+        expert = family.is_expert(name)
+        first: dict[int, _Held] = {}
+        for held in everyone:
+            if name in held.parameters and (expert or held.data_rank == 0):
+                first.setdefault(held.expert_tensor_rank if expert else held.tensor_rank, held)
+        holders = [first[part] for part in sorted(first)]
+        return holders if family.partition_dim(name) is not None else holders[:1]
 
     def gather(
         self, value: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.data
@@ -63,20 +64,18 @@ class WeightGatherer:
         ``value`` picks what is gathered: the parameter, or its gradient. Every rank must run the
         iterator to its end.
         """
-        for name, holders in self._holders.items():
+        for name, holders in self._plan:
             if self._parallel.rank == 0:
-                parts = [self._fetch(name, holder, value) for holder in holders]
+                parts = [self._fetch(holder, name, value) for holder in holders]
                 yield from self._trainable.family.to_hf(name, parts, self._trainable.shape)
             elif self._parallel.rank in {holder.rank for holder in holders}:
                 shard = value(self._own[name]).detach().to("cpu").contiguous()
                 dist.send(shard, 0, group=self._parallel.command_group)
 
-    def _fetch(
-        self, name: str, holder: _Shard, value: Callable[[torch.nn.Parameter], torch.Tensor]
-    ) -> torch.Tensor:  # fmt: skip
+    def _fetch(self, holder: _Held, name: str, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> torch.Tensor:
         if holder.rank == 0:
             return value(self._own[name]).detach().to("cpu")
         dtype = value(next(iter(self._own.values()))).dtype
-        received = torch.empty(holder.shape, dtype=dtype)
+        received = torch.empty(holder.parameters[name], dtype=dtype)
         dist.recv(received, holder.rank, group=self._parallel.command_group)
         return received
