@@ -6,6 +6,7 @@ fields must satisfy together is in ``checks.py``; reading TOML and overrides is 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -150,6 +151,14 @@ class RunConfig(Section):
     def data_parallel(self) -> int:
         """Number of data-parallel replicas of the learner."""
         return self.launch.learner_ranks // (self.parallel.tensor * self.parallel.pipeline * self.parallel.context)
+
+    @property
+    def spread(self) -> int:
+        """Data-parallel replicas that share experts, so that a group's trajectories are spread over them."""
+        if self.parallel.expert == 1:
+            return 1
+        dense = self.parallel.tensor * self.parallel.context
+        return math.lcm(dense, self.parallel.expert * self.parallel.expert_tensor) // dense
 
     @property
     def trajectories_per_step(self) -> int:

@@ -17,7 +17,6 @@ Ranks that work on the same trajectories, or on the same experts at the same tim
 from __future__ import annotations
 
 import datetime
-import math
 from dataclasses import dataclass
 
 import torch
@@ -119,8 +118,8 @@ def initialize(config: RunConfig) -> Parallel:
     )
     tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed + 1)
     rank, world = dist.get_rank(), dist.get_world_size()
-    dense, experts = chosen.tensor * chosen.context, chosen.expert_tensor * chosen.expert
-    block = math.lcm(dense, experts) if chosen.expert > 1 else dense  # neighbours, in Megatron's order of ranks
+    dense = chosen.tensor * chosen.context
+    block = dense * config.spread  # neighbours, in Megatron's order of ranks
     stage = world // chosen.pipeline
     first = rank % stage // block * block
     in_stage = range(first, first + block)
@@ -144,7 +143,7 @@ def initialize(config: RunConfig) -> Parallel:
         expert_rank=mpu.get_expert_model_parallel_rank(),
         expert_tensor_rank=mpu.get_expert_tensor_parallel_rank(),
         expert_tensor_size=chosen.expert_tensor,
-        spread_size=block // dense,
+        spread_size=config.spread,
         sequence_parallel=chosen.sequence_parallel and chosen.tensor > 1,
         tensor_group=mpu.get_tensor_model_parallel_group(),
         context_group=mpu.get_context_parallel_group(),
