@@ -165,6 +165,6 @@ def test_a_replayed_run_directory_is_accepted(make: Callable[..., RunConfig], tm
 
 def test_all_are_reported_together(make: Callable[..., RunConfig]) -> None:
     changes = [change for changes, start, _ in BAD if start in {
-        "parallel.sequence_parallel = true", "train.group_size = 1", "optimizer.warmup_steps = 10", "model.path = /nowhere",
-        "environment.data = /nowhere.jsonl"} for change in changes]  # fmt: skip
+        "parallel.sequence_parallel = true", "train.group_size = 1", "optimizer.warmup_steps = 10",
+        "model.path = /nowhere", "environment.data = /nowhere.jsonl"} for change in changes]  # fmt: skip
     assert len(problems(make(*changes))) == 5

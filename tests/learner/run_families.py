@@ -55,7 +55,8 @@ def _logits(chunks: Any, prompt: torch.Tensor, parallel: Any, size: int) -> torc
         return as_loss(output.new_zeros(()))
 
     def forward(_: None, stage: Any):  # noqa: ANN202
-        return forward_tokens(stage, prompt, torch.arange(len(prompt)), Layout.of([len(prompt)], parallel.share)), collect
+        layout = Layout.of([len(prompt)], parallel.share)
+        return forward_tokens(stage, prompt, torch.arange(len(prompt)), layout), collect
 
     with torch.no_grad():
         run_schedule(chunks, [None], forward, tokens=len(prompt), forward_only=True)

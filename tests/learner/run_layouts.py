@@ -60,19 +60,23 @@ def _complete_gradients(trainable: Any) -> None:
                 bucket.grad_data.copy_(torch.cat(whole))
 
 
-def save_and_continue(config: RunConfig, batches: list[Batch], run_dir: str) -> dict[str, Any]:
-    """Step on the first batch, save, step on the second: what a resumed run must repeat."""
-    return _continue(config, batches, run_dir, resume=False)
+def save_and_load(
+    saving: RunConfig, loading: list[RunConfig], batches: list[Batch], run_dir: str
+) -> list[dict[str, Any]]:
+    """Step, save, step on; then in each of ``loading``: load, and make that second step again."""
+    return [_continue(saving, batches, run_dir, resume=False), *load_and_continue(loading, batches, run_dir)]
 
 
-def load_and_continue(config: RunConfig, batches: list[Batch], run_dir: str) -> dict[str, Any]:
-    """Load what ``save_and_continue`` saved, in whatever layout, and step on the second batch."""
-    return _continue(config, batches, run_dir, resume=True)
+def load_and_continue(loading: list[RunConfig], batches: list[Batch], run_dir: str) -> list[dict[str, Any]]:
+    """Load what ``save_and_load`` saved, in each layout, and step on the second batch."""
+    return [_continue(config, batches, run_dir, resume=True) for config in loading]
 
 
 def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: bool) -> dict[str, Any]:
     platform.prepare()
     from pathlib import Path
+
+    from megatron.core import parallel_state
 
     from vcpo_megatron.config.run_directory import RunDirectory
     from vcpo_megatron.learner.checkpoint import Checkpoints
@@ -92,4 +96,6 @@ def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: 
         checkpoints.save(1, PolicyVersion(1, 1), step.ess_state, {"cursor": 5})
     result = step.run(batches[1], PolicyVersion(2 if resume else 1, 2))
     parameters = {k: v.clone() for k, v in WeightGatherer(trainable, parallel).gather()}
-    return {"result": result, "parameters": parameters, "steps": trainable.schedule.num_steps}
+    steps = trainable.schedule.num_steps
+    parallel_state.destroy_model_parallel()
+    return {"result": result, "parameters": parameters, "steps": steps}

@@ -18,8 +18,10 @@ _CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "m
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
 
-def make_model_folder(folder: Path, family: str = "qwen2", *, tied: bool = False, layers: int = 4) -> Path:
-    """A random model whose norms and biases are far from their usual 1 and 0."""
+def make_model_folder(
+    folder: Path, family: str = "qwen2", *, tied: bool = False, layers: int = 4, rounded: bool = False
+) -> Path:
+    """A random model whose norms and biases are far from their usual 1 and 0; ``rounded``: exact in bfloat16."""
     torch.manual_seed(7)
     config = _CONFIGS[family](
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
@@ -32,6 +34,8 @@ def make_model_folder(folder: Path, family: str = "qwen2", *, tied: bool = False
             parameter.data.normal_(0.6, 0.3)
         else:
             parameter.data.normal_(0.0, 0.25)
+        if rounded:
+            parameter.data.copy_(parameter.data.bfloat16())
     model.save_pretrained(folder)
     return folder
 
@@ -167,6 +171,7 @@ def _by_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             found[name] = tensor
             continue
         for expert, one in enumerate(tensor):
-            parts = {"down_proj": one} if kind == "down_proj" else dict(zip(("gate_proj", "up_proj"), one.chunk(2), strict=True))
+            names, pieces = (["down_proj"], [one]) if kind == "down_proj" else (["gate_proj", "up_proj"], one.chunk(2))
+            parts = dict(zip(names, pieces, strict=True))
             found |= {f"{base}.experts.{expert}.{part}.weight": value for part, value in parts.items()}
     return found

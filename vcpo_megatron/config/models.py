@@ -69,6 +69,9 @@ class OptimizerConfig(Section):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     distributed: bool = Field(False, description="shard optimizer states and main parameters over data-parallel ranks")
+    overlap_grad_reduce: bool = Field(
+        False, description="reduce a bucket of gradients while the baselines of the next one are taken off"
+    )
     clip_grad: float = Field(1.0, ge=0, description="0 turns clipping off")
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)

@@ -1,4 +1,4 @@
-"""Megatron's distributed optimizer over torch's Adam: what its checkpoints need where Apex and TransformerEngine are not.
+"""Megatron's distributed optimizer over torch's Adam (no Apex, no TransformerEngine): what its checkpoints need.
 
 Megatron 0.16 writes the optimizer for Adams that count steps once a group; torch's counts them once a
 parameter. Without these three repairs loading fails, or all parameters share one counter that each of them

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,14 @@ class _Pending:
     rows: list[int]
     total: torch.Tensor
     work: dist.Work | None
+
+
+class Bucket(Protocol):
+    """Megatron's group of buckets, as far as it is used here."""
+
+    params: set[Parameter]
+
+    def start_grad_sync(self) -> None: ...
 
 
 def accumulators_needed(stage: int, packs_per_group: int, window: int) -> int:
@@ -129,9 +138,20 @@ class OpobSums:
             self._pending.append(_Pending(number, group.sums, group.rows, total, work))
             del self._open[number]
 
-    def finish_step(self) -> None:
-        """Wait for every group and correct the gradient; before it is reduced over data-parallel ranks."""
-        self._settle(keep=0)
+    def finish_step(self, buckets: Sequence[Bucket]) -> None:
+        """Wait for every group and correct the gradient, before it is reduced over data-parallel ranks.
+
+        The last correction goes bucket by bucket: the reduction of each starts as soon as it is final.
+        """
+        self._settle(keep=1 if buckets else 0)
+        last = self._pending.popleft() if self._pending else None
+        factor = self._factor(last) if last is not None else 0.0
+        for bucket in buckets:
+            if last is not None:
+                self._correct(last, factor, [n for n in last.sums if self._parameters[n] in bucket.params])
+            bucket.start_grad_sync()
+        if last is not None:
+            self._free.append(last.sums)
 
     def _take(self) -> dict[str, torch.Tensor]:
         """A zeroed accumulator; waits for the oldest group where the bound is reached.
@@ -155,10 +175,15 @@ class OpobSums:
         """Correct the gradient for all but the ``keep`` newest groups, oldest first."""
         while len(self._pending) > keep:
             pending = self._pending.popleft()
-            if pending.work is not None:
-                pending.work.wait()
-            factor = self._correction(pending.group, pending.rows, pending.total.sqrt())
-            if factor != 0.0:
-                gradients = [main_gradient(self._parameters[name]) for name in pending.sums]
-                torch._foreach_add_(gradients, list(pending.sums.values()), alpha=factor)
+            self._correct(pending, self._factor(pending), list(pending.sums))
             self._free.append(pending.sums)
+
+    def _factor(self, pending: _Pending) -> float:
+        if pending.work is not None:
+            pending.work.wait()
+        return self._correction(pending.group, pending.rows, pending.total.sqrt())
+
+    def _correct(self, pending: _Pending, factor: float, names: list[str]) -> None:
+        if factor != 0.0 and names:
+            gradients = [main_gradient(self._parameters[name]) for name in names]
+            torch._foreach_add_(gradients, [pending.sums[name] for name in names], alpha=factor)

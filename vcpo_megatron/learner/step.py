@@ -172,9 +172,14 @@ class VcpoStep:
     def _forward_and_backward(self, packs: Sequence[Pack]) -> None:
         if self._sums is not None:
             self._sums.start_step(packs)
-        self._schedule(packs, forward_only=False)
+        with self.trainable.no_sync():
+            self._schedule(packs, forward_only=False)
+        buckets = self.trainable.overlapped_buckets()
         if self._sums is not None:
-            self._sums.finish_step()
+            self._sums.finish_step(buckets)
+        else:
+            for bucket in buckets:
+                bucket.start_grad_sync()
         self._messages.finish_step()
 
     def _schedule(self, packs: Sequence[Pack], *, forward_only: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -34,6 +36,19 @@ class Trainable:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def no_sync(self) -> contextlib.ExitStack:
+        """While it is entered no backward starts a reduction: the last one is not the end of the gradient."""
+        stack = contextlib.ExitStack()
+        for chunk in self.wrapped:
+            stack.enter_context(chunk.no_sync())
+        return stack
+
+    def overlapped_buckets(self) -> list[Any]:
+        """Bucket groups whose reduction the step starts itself; none where Megatron does it all at the end."""
+        if not self.wrapped[0].ddp_config.overlap_grad_reduce:
+            return []
+        return [b for chunk in self.wrapped for b in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+
     def gradients_are_finite(self) -> bool:
         """True when every gradient that this rank holds is finite."""
         buffers = [b for chunk in self.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -56,9 +71,11 @@ class Trainable:
 def build_trainable(config: RunConfig, parallel: Parallel, *, load: bool) -> Trainable:
     """Build model, DDP, optimizer and schedule; ``load`` reads the weights of ``model.path``."""
     chunks, family, shape = build_model(config, parallel, load=load)
-    # The step reduces gradients once, by finalize_model_grads, after the last baseline is known.
+    # Gradients are reduced once, after the last baseline is known: see Trainable.no_sync.
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=config.optimizer.distributed
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.optimizer.overlap_grad_reduce,
+        use_distributed_optimizer=config.optimizer.distributed,
     )
     wrapped = tuple(DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks)
     optimizer = get_megatron_optimizer(_optimizer_config(config), list(wrapped))
