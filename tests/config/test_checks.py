@@ -64,6 +64,8 @@ BAD = [
     ([("parallel.virtual_pipeline", 2)], "parallel.virtual_pipeline = 2", "needs parallel.pipeline of at least 2"),
     ([("parallel.virtual_pipeline", 2), ("parallel.pipeline", 2), ("launch.learner_ranks", 2)],
      "parallel.virtual_pipeline = 2", "= 4 does not divide the 2 layers"),
+    ([("parallel.expert_dispatcher", "allgather"), ("parallel.pipeline", 2), ("launch.learner_ranks", 2)],
+     'parallel.expert_dispatcher = "allgather"', "packs of one length"),
     ([("parallel.sequence_parallel", True)], "parallel.sequence_parallel = true", "needs parallel.tensor"),
     ([("parallel.tensor", 2), ("launch.learner_ranks", 3)], "launch.learner_ranks = 3", "; 2 would be"),
     ([("parallel.tensor", 2)], "launch.learner_ranks = 1", "; 2 would be"),

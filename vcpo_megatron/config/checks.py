@@ -68,6 +68,11 @@ def _combinations(config: RunConfig) -> Iterator[str]:
             f"parallel.virtual_pipeline = {parallel.virtual_pipeline}: needs parallel.pipeline of at least 2; "
             "with one stage there is nothing to interleave"
         )
+    if parallel.expert_dispatcher == "allgather" and parallel.pipeline > 1:
+        yield (
+            'parallel.expert_dispatcher = "allgather": needs packs of one length, which pipeline stages do not have; '
+            'use "alltoall"'
+        )
     stage = config.launch.learner_ranks // parallel.pipeline
     experts, dense = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
     if stage % experts:

@@ -59,8 +59,8 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
         # every value is read from the checkpoint; what Megatron would draw at random is never used
         perform_initialization=False,
         use_cpu_initialization=not platform.has_gpu(),
-        # packs differ in length; Megatron asks for this dispatcher even in dense models then
-        variable_seq_lengths=True,
+        # packs differ in length, which matters where they are sent between stages
+        variable_seq_lengths=config.parallel.pipeline > 1,
         moe_token_dispatcher_type=config.parallel.expert_dispatcher,
         # the schedule must not rescale: losses are normalised over the global batch by us
         calculate_per_token_loss=True,

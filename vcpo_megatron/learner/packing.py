@@ -67,14 +67,15 @@ class Layout:
         return sum(self.lengths)
 
     @classmethod
-    def of(cls, sequences: Sequence[int], share: Share) -> Layout:
-        """Lay sequences of these many tokens end to end; at least one token of padding when there is none."""
+    def of(cls, sequences: Sequence[int], share: Share, at_least: int = 0) -> Layout:
+        """Lay sequences of these many tokens end to end, padded to ``at_least`` tokens, which is more than none."""
         chunk = 2 * share.size if share.size > 1 else 1
         padded = [-(-length // chunk) * chunk for length in sequences]
         whole = share.size * share.multiple
         if chunk > 1 and whole % chunk:
             whole *= 2  # the padding is cut into chunks, too
-        rest = -sum(padded) % whole if padded else whole
+        wanted = max(sum(padded), at_least, 1)
+        rest = -(-wanted // whole) * whole - sum(padded)
         lengths = (*padded, rest) if rest else tuple(padded)
         boundaries = np.concatenate([[0], np.cumsum(padded)]) // share.size
         take = np.concatenate(_chunks_of_rank(lengths, share)) if share.size > 1 else np.arange(sum(lengths))
@@ -198,14 +199,14 @@ def plan_steps(rows: Sequence[Row], ranks: int, max_tokens: int) -> list[list[li
 
 def make_pack(
     rows: Sequence[Row], share: Share, device: torch.device, *, group: int | None = None,
-    step_rows: Sequence[Row] | None = None, offset: int = 0,
+    step_rows: Sequence[Row] | None = None, offset: int = 0, at_least: int = 0,
 ) -> Pack:  # fmt: skip
     """Lay ``rows`` end to end and keep what context-parallel rank ``share.rank`` holds of them.
 
     An empty pack (expert parallelism, virtual stages) is padding alone and needs ``group``.
     """
     costs = [row.cost for row in rows]
-    layout = Layout.of(costs, share)
+    layout = Layout.of(costs, share, at_least)
 
     def filled(pieces: Sequence[np.ndarray], fill: float, dtype: type) -> np.ndarray:
         """Pieces at their places in the whole pack, ``fill`` in between."""
@@ -220,7 +221,7 @@ def make_pack(
         return torch.from_numpy(whole[layout.take]).to(device)
 
     def every(whole: np.ndarray) -> torch.Tensor:
-        order = [Layout.of(costs, dataclasses.replace(share, rank=rank)).take for rank in range(share.size)]
+        order = [Layout.of(costs, dataclasses.replace(share, rank=rank), at_least).take for rank in range(share.size)]
         return torch.from_numpy(whole[np.concatenate(order)]).to(device)
 
     trajectories = [row.trajectory for row in rows]

@@ -11,7 +11,7 @@ from ..algorithm import baselines, normalization
 from ..algorithm.advantages import GroupScale, group_scale
 from ..config.models import RunConfig
 from ..types import Batch
-from .packing import Pack, Row, assign_groups, batch_rows, make_pack, plan_steps
+from .packing import Layout, Pack, Row, assign_groups, batch_rows, make_pack, plan_steps
 from .parallel import Parallel
 from .results import RowFacts
 
@@ -48,7 +48,9 @@ class StepPlan:
         mine = assign_groups([sum(row.cost for row in group) for group in groups], parallel.replicas)[parallel.replica]
         silent = [row for g in mine if not scales[g].has_variance for row in groups[g]]
         speaking = [groups[g] for g in mine if scales[g].has_variance]
-        packer = _Packer(parallel, config.train.max_pack_tokens, device)
+        # gathering all tokens everywhere takes as many of every rank
+        equal = config.parallel.expert_dispatcher == "allgather" and parallel.spread_size > 1
+        packer = _Packer(parallel, config.train.max_pack_tokens, device, equal)
         return cls(facts, tuple(scales), tuple(centres), packer.packs([silent]), packer.packs(speaking))
 
 
@@ -57,6 +59,7 @@ class _Packer:
     parallel: Parallel
     max_tokens: int
     device: torch.device
+    equal_lengths: bool
 
     def packs(self, groups: Sequence[Sequence[Row]]) -> tuple[Pack, ...]:
         """This rank's pack of every micro-step, padded with empty steps to what the schedule asks for."""
@@ -70,9 +73,11 @@ class _Packer:
         own = self.parallel.spread_rank
         rows = [row for part in step for row in part]
         offset = sum(len(part) for part in step[:own])
+        lengths = [Layout.of([row.cost for row in part], self.parallel.share).total for part in step]
         return make_pack(
-            step[own], self.parallel.share, self.device, group=rows[0].group, step_rows=rows, offset=offset
-        )
+            step[own], self.parallel.share, self.device, group=rows[0].group, step_rows=rows, offset=offset,
+            at_least=max(lengths) if self.equal_lengths else 0,
+        )  # fmt: skip
 
 
 def _rewards(group: Sequence[Row]) -> torch.Tensor:
