@@ -61,6 +61,8 @@ LAYOUTS: dict[str, Case] = {
     "cp2 tied": Case(2, {"context": 2}, tied=True),
     "cp2 qk-norm distributed": Case(2, {"context": 2}, "qwen3", sections=DISTRIBUTED),
     "moe": Case(1, family="moe"),
+    "shared experts": Case(1, family="shared"),
+    "shared experts tp2 sp ep2": Case(2, {**SP, "expert": 2}, "shared"),
     "moe ep2": Case(2, {"expert": 2}, "moe"),
     "moe ep2 allgather": Case(2, {"expert": 2, "expert_dispatcher": "allgather"}, "moe"),
     "moe tp2 sp ep2": Case(2, {**SP, "expert": 2}, "moe"),

@@ -112,11 +112,6 @@ def _experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"parallel.tensor = {parallel.tensor}: Megatron trains experts with tensor parallelism only with "
             "parallel.sequence_parallel = true; set it"
         )
-    if experts.shared_ffn_hidden_size and config.algorithm.baseline == "opob":
-        yield (
-            f'algorithm.baseline = "opob": {path} has shared experts (shared_expert_intermediate_size), whose gate '
-            "cannot be separated by trajectory; use another baseline"
-        )
 
 
 def _algorithm(config: RunConfig) -> Iterator[str]:
