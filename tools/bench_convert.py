@@ -45,7 +45,8 @@ def main() -> int:
         root = Path(temporary)
         need = 4 * (300 * 10**6 if options.quick else 2 * 10**9)
         if (free := shutil.disk_usage(root).free) < need:
-            print(f"{ERROR_PREFIX}{root} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} needed: --folder", file=sys.stderr)
+            reason = f"{root} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} are needed; give another with --folder"
+            print(ERROR_PREFIX + reason, file=sys.stderr)
             return 1
         try:
             measured = convert.compare(root, config, rounds, options.tensor)

@@ -52,7 +52,8 @@ def reward(environment: Arithmetic, pair: tuple[int, int], text: str) -> float:
 def test_prompt(folder: Path) -> None:
     environment = make(folder, prompt="{a}+{b}=")
     tokens = environment.prompt_tokens((7, 12))
-    assert environment._chat.tokenizer.decode(list(tokens), skip_special_tokens=False) == "<s>user 7+12=</s><s>assistant "
+    text = environment._chat.tokenizer.decode(list(tokens), skip_special_tokens=False)
+    assert text == "<s>user 7+12=</s><s>assistant "
     assert tokens[0] == 95 and tokens[1:6] == tuple(map(lambda c: ord(c) - 32, "user "))
     assert environment.max_prompt_tokens == len(tokens) + 1  # 20+20
 

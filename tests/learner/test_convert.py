@@ -170,7 +170,7 @@ def damaged(folder: Path, out: Path, **changes: torch.Tensor | None) -> Path:
 
 BAD: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     "missing": ({"model__norm__weight": None}, "misses 1 tensors: model.norm.weight"),
-    "extra": ({"model__layers__0__mlp__extra__weight": torch.ones(2)}, "does not have: model.layers.0.mlp.extra.weight"),
+    "extra": ({"model__layers__0__mlp__up__weight": torch.ones(2)}, "does not have: model.layers.0.mlp.up.weight"),
     "nan": ({"model__norm__weight": torch.full((32,), float("nan"))}, "holds 32 nan or infinite values"),
     "dtype": ({"model__norm__weight": torch.ones(32, dtype=torch.int32)}, "is I32; only float32"),
     "mixed": ({"model__norm__weight": torch.ones(32, dtype=torch.bfloat16)}, "several dtypes (bfloat16, float32)"),

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -117,14 +117,28 @@ def measure(action: str, size: int, run: Callable[..., None], *arguments: Any) -
 
 
 def _measured(sender: Any, run: Callable[..., None], arguments: Sequence[Any]) -> None:
-    before = _peak()
+    before, peak, done = _anonymous(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            peak[0] = max(peak[0], _anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     started = time.perf_counter()
     run(*arguments)
-    sender.send((time.perf_counter() - started, _peak() - before))
+    seconds = time.perf_counter() - started
+    done.set()
+    watcher.join()
+    sender.send((seconds, max(peak[0] - before, 0)))
 
 
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _anonymous() -> int:
+    """Bytes that this process holds in memory; mapped files, which the system can drop, do not count."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no RssAnon: memory is measured on Linux only")
 
 
 def import_quietly(source: Path, out: Path, tensor: int) -> None:
