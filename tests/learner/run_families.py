@@ -20,7 +20,7 @@ def logits_each(cases: list[tuple[RunConfig, str | None]]) -> list[dict[str, Any
     platform.prepare()
     from megatron.core import parallel_state
 
-    from vcpo_megatron.learner.checkpoint import load_weights
+    from vcpo_megatron.learner.checkpoint_load import load_weights
     from vcpo_megatron.learner.model import build_model
     from vcpo_megatron.learner.parallel import initialize
     from vcpo_megatron.learner.weights import WeightGatherer

@@ -10,13 +10,11 @@ from __future__ import annotations
 import dataclasses
 import queue
 import shutil
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.models.gpt import GPTModel
 
 from ..config.models import RunConfig
 from ..config.run_directory import Manifest, RunDirectory
@@ -101,10 +99,3 @@ class Checkpoints:
 
     def _barrier(self) -> None:
         dist.barrier(group=self._parallel.command_group)
-
-
-def load_weights(model: GPTModel, path: Path) -> None:
-    """Fill ``model`` from the checkpoint in ``path``, whatever layout wrote it; collective over all ranks."""
-    parameters = {k: v for k, v in model.sharded_state_dict().items() if not k.endswith("_extra_state")}
-    state = dist_checkpointing.load({"model": parameters}, str(path))
-    model.load_state_dict(state["model"], strict=False)  # extra states are not parameters
