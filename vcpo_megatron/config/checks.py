@@ -177,12 +177,12 @@ def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     wanted = config.rollout.context_length
     if wanted is not None and wanted > shape.max_position_embeddings:
         yield (
-            f"rollout.context_length = {wanted} exceeds the {shape.max_position_embeddings} positions of {path} "
+            f"rollout.context_length = {wanted}: exceeds the {shape.max_position_embeddings} positions of {path} "
             "(max_position_embeddings); lower it"
         )
     elif wanted is not None and config.rollout.max_new_tokens >= wanted:
         yield (
-            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt within "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: leaves no room for a prompt within "
             f"rollout.context_length = {wanted}; lower it or raise rollout.context_length"
         )
     elif config.rollout.max_new_tokens >= shape.max_position_embeddings:
