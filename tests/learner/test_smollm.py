@@ -59,7 +59,7 @@ def test_log_probs_of_real_text(folder: Path, checkpoint: Path) -> None:
     expected = reference_logprobs(folder, prompts)
     assert all(math.exp(-float(row.mean())) < 30 for row in expected)  # perplexity: the model knows these
     for ranks, parallel in ((1, {}), (2, {"pipeline": 2}), (3, {"tensor": 3})):
-        config = make_config(folder, ranks, model={"path": folder, "vocab_multiple": 128}, parallel=parallel)
+        config = make_config(folder, ranks, parallel=parallel)
         arguments = {"cases": [(config, str(checkpoint))], "prompts": prompts}
         (scored,) = run_world(ranks, "learner.run_families:logprobs_each", arguments, timeout_s=1200)
         for found, wanted in zip(scored, expected, strict=True):
