@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vcpo_megatron.config.models import EnvironmentConfig
-from vcpo_megatron.environments.arithmetic import Arithmetic, last_integer
+from vcpo_megatron.environments.arithmetic import Arithmetic, parse_answer
 from vcpo_megatron.environments.base import Action, EnvironmentSetupError
 from vcpo_megatron.environments.chat import ChatTemplate
 
@@ -62,11 +62,11 @@ def test_prompt(folder: Path) -> None:
     ("text", "value"),
     [
         ("19", 19), ("The answer is 19.", 19), ("7 + 12 = 19", 19), ("7 + 12 = 20", 20), ("", None), ("nineteen", None),
-        ("-3", -3), ("1,019", 1019), ("1, 2, 3", 3), ("\u22125", -5), ("19\n", 19),
+        ("7 + 12 = 19\n\n7 is a number", 19), ("x = 3 + 4 = 7", 7), ("= 1,234", 1234), ("-3", -3), ("1,019", 1019), ("1, 2, 3", 3), ("\u22125", -5), ("19\n", 19),
     ],
 )  # fmt: skip
-def test_last_integer(text: str, value: int | None) -> None:
-    assert last_integer(text) == value
+def test_answers(text: str, value: int | None) -> None:
+    assert parse_answer(text) == value
 
 
 def test_reward(folder: Path) -> None:

@@ -1,8 +1,8 @@
 """Sums of two integers in a chat: small enough for a small instruction-tuned model to get right now and then.
 
-    user: What is 7 + 12? Answer with the number only.      assistant: 19      reward 1
+    user: What is 7 + 12?      assistant: 7 + 12 = 19      reward 1
 
-The last integer of the answer counts, whatever stands around it. Held-out sums are drawn once from
+The integer after the last equals sign counts, or without one the last integer. Held-out sums are drawn once from
 ``seed``; a training prompt never equals one of them, in either order of the two numbers.
 """
 
@@ -32,7 +32,7 @@ class Options(BaseModel):
 
     largest: int = Field(20, ge=2, le=10**6, description="the largest number that is added")
     heldout: int = Field(32, ge=1, le=1024, description="held-out sums")
-    prompt: str = Field("What is {a} + {b}? Answer with the number only.", description="must hold {a} and {b}")
+    prompt: str = Field("What is {a} + {b}?", description="must hold {a} and {b}")
 
 
 def draw_pair(stream: str, index: int, largest: int) -> Pair:
@@ -42,9 +42,15 @@ def draw_pair(stream: str, index: int, largest: int) -> Pair:
     return int.from_bytes(hashed[:16], "little") % size, int.from_bytes(hashed[16:], "little") % size
 
 
-def last_integer(text: str) -> int | None:
-    """The last integer in ``text``, thousands separated by commas or not; None when there is none."""
-    found = re.findall(r"(?<![\d.,])[-\u2212]?\d{1,3}(?:,\d{3})+(?![\d,])|[-\u2212]?\d+", text)
+_INTEGER = r"[-\u2212]?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)"
+
+
+def parse_answer(text: str) -> int | None:
+    """The integer after the last "=", else the last integer of ``text``; None when there is none.
+
+    Thousands may be separated by commas.
+    """
+    found = re.findall(rf"=\s*({_INTEGER})(?!\s*[-+*/=])", text) or re.findall(rf"(?<![\d.,]){_INTEGER}", text)
     return int(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
 
 
@@ -58,7 +64,7 @@ class ArithmeticEpisode:
         return Observation(self._environment.prompt_tokens(self._pair))
 
     async def step(self, action: Action) -> Outcome:
-        answer = last_integer(action.text)
+        answer = parse_answer(action.text)
         return Outcome(float(answer == sum(self._pair)), {"answered": float(answer is not None)})
 
     async def close(self) -> None:
