@@ -179,6 +179,57 @@ def test_resume_refuses_what_cannot_change(
     assert [line.split(":")[0] for line in errors(capsys)] == ["algorithm.baseline = zero", "train.seed = 1"]
 
 
+def done(directory: Path, step: int, rows: str) -> None:
+    """A complete checkpoint after ``step`` steps, and the rows of the run."""
+    from vcpo_megatron.config.run_directory import Manifest, RunDirectory
+
+    run = RunDirectory(directory)
+    run.checkpoint(step).mkdir(parents=True)
+    run.complete(step, Manifest(step=step, attempt=1, version_number=step, learner={}, orchestrator={}))
+    run.metrics.write_text(rows)
+
+
+def test_fewer_steps_than_are_done_are_refused(
+    toml: Path, started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    done(store(Path("r"), toml), 5, '{"step": 4, "eval/version": 5}\n')
+    assert cli.main(["train", str(toml), "--run-dir", "r", "--resume", "--set", "train.steps=4"]) == 2
+    assert errors(capsys) == [
+        "--resume: 5 steps are done already: train.steps = 4 is less; raise train.steps above 5"
+    ]
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "code"),
+    [
+        ('{"step": 4, "eval/version": 5}\n', [], 0),
+        ('{"step": 4}\n', [], 7),  # the last version is not evaluated yet
+        ('{"step": 4}\n', ["--set", "train.eval_every=0"], 0),
+        ('{"step": 4, "eval/version": 5}\n', ["--set", "train.steps=6"], 7),
+    ],
+)
+def test_a_finished_run_starts_nothing(
+    toml: Path, started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], row: str, settings: list[str],
+    code: int,
+) -> None:  # fmt: skip
+    done(store(Path("r"), toml), 5, row)
+    assert cli.main(["train", str(toml), "--run-dir", "r", "--resume", *settings]) == code
+    out = capsys.readouterr().out
+    assert len(started) == (code == 7)
+    assert out == ("" if code else "r: already finished: all 5 steps are done; to go on, raise train.steps "
+                   "(--set train.steps=N)\n")  # fmt: skip
+
+
+def test_another_layout_goes_on_with_the_run(toml: Path, started: list[dict[str, Any]]) -> None:
+    store(Path("r"), toml, "parallel.tensor=2", "launch.learner_ranks=2")
+    layout = ["parallel.tensor=1", "launch.learner_ranks=1", "rollout.servers=2", "rollout.port=0"]
+    changes = [word for setting in layout for word in ("--set", setting)]
+    assert cli.main(["train", str(toml), "--run-dir", "r", "--resume", *changes]) == 7
+    config = started[0]["config"]
+    assert (config.parallel.tensor, config.launch.learner_ranks, config.rollout.servers) == (1, 1, 2)
+
+
 def test_resume_without_a_directory_takes_the_newest(toml: Path, started: list[dict[str, Any]]) -> None:
     for number, name in enumerate(["job-20200101-000000", "job-20200101-000000-2", "job-20190101-000000"]):
         store(Path("runs") / name, toml)

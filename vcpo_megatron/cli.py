@@ -24,7 +24,9 @@ DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 CHANGEABLE_ON_RESUME = frozenset(
     "train.steps train.eval_every train.max_pack_tokens rollout.servers rollout.port rollout.max_running_requests "
     "rollout.pause_mode rollout.max_restarts rollout.request_timeout_s rollout.start_timeout_s "
-    "rollout.sync_timeout_s staleness.wait_s checkpoint.every checkpoint.keep_last launch.master_port "
+    "rollout.sync_timeout_s staleness.wait_s checkpoint.every checkpoint.keep_last parallel.tensor parallel.pipeline "
+    "parallel.virtual_pipeline parallel.context parallel.expert parallel.expert_tensor parallel.expert_dispatcher "
+    "parallel.sequence_parallel launch.learner_ranks launch.master_port "
     "launch.control_port launch.timeout_s observability.tensorboard observability.watchdog_s".split()
 )
 
@@ -137,6 +139,10 @@ def _train(args: argparse.Namespace) -> int:
         return _refuse(error.problems)
     for note in run.notes:
         print(f"vcpo: {note}", file=sys.stderr)
+    if args.resume and _is_finished(run):
+        print(f"{run.directory}: already finished: all {run.config.train.steps} steps are done; to go on, raise "
+              "train.steps (--set train.steps=N)")  # fmt: skip
+        return DONE
     if args.dry_run:
         print(dump_resolved(run.config))
         print(_describe(plan, run.directory))
@@ -174,10 +180,37 @@ def _resumed_run(args: argparse.Namespace) -> _Run:
     ]
     if refused:
         raise ConfigError(refused)
+    done = _steps_done(directory)
+    if config.train.steps < done:
+        raise ConfigError([
+            f"--resume: {done} steps are done already: train.steps = {config.train.steps} is less; raise train.steps "
+            f"above {done}"
+        ])  # fmt: skip
     given = flatten(load_config(args.config, args.overrides))
     differing = [f"{key} (run: {after[key]}, file: {given[key]})" for key in after if given[key] != after[key]]
     note = f"resuming with {resolved}; {args.config} differs in {', '.join(differing)}: not used"
     return _Run(config, directory, (note,) if differing else ())
+
+
+def _steps_done(directory: Path) -> int:
+    """Steps that the checkpoint has behind it from which the run in ``directory`` goes on."""
+    from .config.run_directory import RunDirectory
+
+    return max(RunDirectory(directory).complete_steps(), default=0)
+
+
+def _is_finished(run: _Run) -> bool:
+    """Whether a resume has nothing to do: neither a step nor the evaluation of the last version is missing."""
+    from .config.run_directory import RunDirectory
+    from .observability.sinks import read_rows
+
+    steps = run.config.train.steps
+    if _steps_done(run.directory) < steps:
+        return False
+    if run.config.train.eval_every == 0 or run.config.rollout.engine == "replay":
+        return True
+    rows = read_rows(RunDirectory(run.directory).metrics)
+    return not rows or rows[-1].get("eval/version") == steps
 
 
 def _run_name(config: Path) -> str:

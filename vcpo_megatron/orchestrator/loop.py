@@ -239,8 +239,7 @@ class Controller:
         config = self._config
         cursor = self._cursor(plan, state)
         trainer, start = self._start(plan, state, cursor, config.train.eval_every)
-        due = set(start.versions)
-        sync = self._sync(fleet, due.__contains__)
+        sync = self._sync(fleet, lambda version: version in start.versions)
         batcher = self._batcher(plan)
         generation = Generation(
             self._parts.environment, fleet, batcher, self._recorder, cursor, self._rules(),
