@@ -141,6 +141,50 @@ def test_a_bad_key_is_2(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert errors(capsys) == ["train.step: unknown key; did you mean train.steps?"]
 
 
+def test_what_a_failed_start_leaves_is_no_obstacle(toml: Path, started: list[dict[str, Any]]) -> None:
+    (Path("r") / "logs").mkdir(parents=True)
+    for name in (".lock", "attempts", "resolved.toml"):
+        (Path("r") / name).touch()
+    assert cli.main(["train", str(toml), "--run-dir", "r"]) == 7
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_run_directory_with_too_long_a_name(
+    toml: Path, capsys: pytest.CaptureFixture[str], resume: list[str]
+) -> None:
+    assert cli.main(["train", str(toml), "--run-dir", "x" * 300, *resume]) == 2
+    (line,) = errors(capsys)
+    assert line.startswith("x" * 300) and line.endswith(": File name too long")
+
+
+def test_a_home_of_nobody(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", str(toml), "--set", "model.path=~nosuchuser/x"]) == 2
+    assert errors(capsys) == ['model.path = "~nosuchuser/x": there is no such user; give another path']
+
+
+def test_far_too_many_ranks_are_refused_at_once(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = time.process_time()
+    assert cli.main(["train", str(toml), "--dry-run", "--set", "launch.learner_ranks=100000"]) == 2
+    assert time.process_time() - begun < 5
+    (line,) = errors(capsys)
+    assert line == (
+        "launch.learner_ranks = 100000 and rollout.servers = 1 are 100001 processes, one host runs at most 512; "
+        "lower them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "says"),
+    [("> /dev/full", 2, "vcpo: error: standard output: No space left on device\n"), ("| true", 141, "")],
+)
+def test_output_that_cannot_be_written(toml: Path, redirection: str, code: int, says: str) -> None:
+    wait = "sleep 1; " if redirection.startswith("|") else ""  # the reader is gone by then
+    command = f"({wait}exec {sys.executable} -m vcpo_megatron train {toml} --dry-run) {redirection}"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], stderr=subprocess.PIPE, text=True, timeout=120,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, says)
+
+
 def test_a_run_directory_that_is_a_file(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", str(toml), "--run-dir", str(toml)]) == 2
     assert errors(capsys) == [f"--run-dir {toml}: is a file; give a folder"]
