@@ -315,6 +315,20 @@ def test_a_kill_is_named_even_when_its_consequence_is_seen_first(tmp_path: Path)
         assert error_line(code, err).startswith("learner rank 1 ended with signal SIGKILL; log: ")
 
 
+def test_the_orchestrator_is_named_when_it_ended_the_run(tmp_path: Path) -> None:
+    """It tells the ranks first and stops its servers then: it dies last."""
+    told = "wait('go'); fail('learner rank 0: ControlError: orchestrator ended the run: FleetError: rollout server 0')"
+    own = "wait('go'); time.sleep(2.5); fail('rollout server 0 died (exit code -9), see server.0.log')"
+    with started(tmp_path, orchestrator=own, learner=told) as run:
+        run.all_started()
+        (tmp_path / "go").touch()
+        code, _, err = run.wait()
+        assert error_line(code, err) == (
+            f"orchestrator ended with exit code 1; log: {tmp_path}/logs/orchestrator.0.log; "
+            "last message: rollout server 0 died (exit code -9), see server.0.log"
+        )
+
+
 def test_of_two_errors_the_earliest_is_named(tmp_path: Path) -> None:
     with started(tmp_path, orchestrator="wait('go'); time.sleep(0.3); fail('late')", learner=SLEEP,
                  learner_1="wait('go'); fail('early')") as run:  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -217,4 +217,11 @@ def test_a_held_out_sample_that_hangs_fails_at_its_deadline(
     cfg = config(train={"steps": 2, "eval_every": 1}, staleness={"wait_s": 0.3})
     run = FakeRun(tmp_path, cfg, environment=environment)
     assert run.run() == "run ended"
-    assert "1 of 3 samples failed, first: TimeoutError" in capsys.readouterr().out
+    assert "1 of 3 samples failed, first: no answer within 0.3 s (staleness.wait_s)" in capsys.readouterr().out
+
+
+def test_an_evaluation_without_one_answer_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert math.isnan(mean_reward([], ["the judge is down", "late"], 4)["eval/accuracy"])
+    assert capsys.readouterr().out == (
+        "vcpo: warning: evaluation of version 4: all 2 samples failed, there is no accuracy; first: the judge is down\n"
+    )

@@ -5,7 +5,8 @@
                  └── guard (acts only when the supervisor was killed with SIGKILL)
 
 Exit codes: 0 done; 1 failed, with one line on standard error; 2 a process refused the configuration; 128 + N
-stopped by signal N (SIGINT 130, SIGTERM 143, SIGHUP 129): after a checkpoint on the first signal, at once on the second.
+stopped by signal N (SIGINT 130, SIGTERM 143, SIGHUP 129): after a checkpoint on the first signal, at once on the
+second.
 """
 
 from __future__ import annotations
@@ -78,6 +79,9 @@ def _run_locked(
     def watch() -> None:
         for row in follower.poll():
             progress.show(row)
+            if row["step"] >= progress.first_step and math.isnan(row.get("eval/accuracy", 0.0)):
+                progress.say(f"evaluation of version {row.get('eval/version')}: every sample failed; see "
+                             f"{directory.log('orchestrator', 0)}")  # fmt: skip
 
     with caught_signals() as signals, no_orphans(), _guarded(context.token), contextlib.closing(progress):
         children = [_start(process, plan, ports, context, command) for process in (plan.orchestrator, *plan.learners)]

@@ -35,7 +35,10 @@ def evaluating_servers(servers: Sequence[Server]) -> tuple[Server, ...]:
 
 def mean_reward(rewards: Sequence[float], failures: Sequence[str], version: int) -> dict[str, float]:
     """``eval/accuracy`` over the samples that ended; failed ones are left out and said; nan when none ended."""
-    if failures:
+    if failures and not rewards:
+        print(f"vcpo: warning: evaluation of version {version}: all {len(failures)} samples failed, there is no "
+              f"accuracy; first: {failures[0]}", flush=True)  # fmt: skip
+    elif failures:
         print(f"evaluation of version {version}: {len(failures)} of {len(failures) + len(rewards)} samples failed, "
               f"first: {failures[0]}", flush=True)  # fmt: skip
     return {"eval/accuracy": math.fsum(rewards) / len(rewards) if rewards else math.nan}
@@ -73,7 +76,8 @@ class Evaluation:
             await self._sync.pinned_loaded(version)
             result = await self._evaluate(version)
             self._log.evaluated(version, result)
-            print(f"version {version}: held-out accuracy {result['eval/accuracy']:.4f}", flush=True)
+            if math.isfinite(result["eval/accuracy"]):
+                print(f"version {version}: held-out accuracy {result['eval/accuracy']:.4f}", flush=True)
             self._next += 1
             self._sync.unpin()
         self._at = "no evaluation is due any more"
@@ -110,6 +114,8 @@ class Evaluation:
                         seed_for_turn=lambda turn: None,
                     )  # fmt: skip
                 rewards[index] = trajectory.reward
+            except TimeoutError:
+                failures.append(f"no answer within {self._timeout_s:g} s (staleness.wait_s)")
             except Exception as error:  # fault boundary: one held-out sample fails, it is counted and said
                 failures.append(one_line(error))
             finally:

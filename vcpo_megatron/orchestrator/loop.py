@@ -339,5 +339,5 @@ class Controller:
 
 
 def _failure_limit(config: RunConfig) -> int:
-    """Failed groups in a row that end the run: many times what can be in flight."""
-    return max(100, 10 * (config.staleness.max_staleness + 1) * config.train.groups_per_step)
+    """Failed groups in a row that end the run: twice what can be in flight."""
+    return max(20, 2 * (config.staleness.max_staleness + 1) * config.train.groups_per_step)
