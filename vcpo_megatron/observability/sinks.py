@@ -9,6 +9,7 @@ Neither torch nor tensorflow is imported: ``tensorboard.summary.writer`` writes 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -64,8 +65,16 @@ class JsonlSink:
             self._file.close()
             cut_back(self._path, row["step"])
             self._open()
-        self._file.write(line.encode() + b"\n")
+        self._append(line.encode() + b"\n")
         self._last = row["step"]
+
+    def _append(self, line: bytes) -> None:
+        """OSError, which names the file, when the disk does not take the whole line."""
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         self._file.close()
