@@ -28,20 +28,22 @@ def logits_each(cases: list[tuple[RunConfig, str | None]]) -> list[dict[str, Any
     outcomes = []
     for config, checkpoint in cases:
         parallel = initialize(config)
-        model, family, shape = build_model(config, parallel, load=checkpoint is None)
+        chunks, family, shape = build_model(config, parallel, load=checkpoint is None)
         if checkpoint is not None:
-            load_weights(model, Path(checkpoint))
-        model.eval()
-        logits = [_logits(model, prompt, parallel, shape.vocab_size) for prompt in prompts()]
-        trainable: Any = SimpleNamespace(model=model, family=family, shape=shape)
+            load_weights(chunks, Path(checkpoint))
+        for chunk in chunks:
+            chunk.eval()
+        logits = [_logits(chunks, prompt, parallel, shape.vocab_size) for prompt in prompts()]
+        trainable: Any = SimpleNamespace(chunks=chunks, family=family, shape=shape)
         weights = {name: tensor.clone() for name, tensor in WeightGatherer(trainable, parallel).gather()}
         outcomes.append({"logits": logits, "weights": weights})
         parallel_state.destroy_model_parallel()
     return outcomes
 
 
-def _logits(model: Any, prompt: torch.Tensor, parallel: Any, size: int) -> torch.Tensor:
+def _logits(chunks: Any, prompt: torch.Tensor, parallel: Any, size: int) -> torch.Tensor:
     """float32 [T, V] on every rank, padding cut off."""
+    from vcpo_megatron.learner.packing import Layout
     from vcpo_megatron.learner.schedule import as_loss, forward_tokens, run_schedule
 
     found: list[torch.Tensor] = []
@@ -53,10 +55,11 @@ def _logits(model: Any, prompt: torch.Tensor, parallel: Any, size: int) -> torch
         return as_loss(output.new_zeros(()))
 
     def forward(_: None, stage: Any):  # noqa: ANN202
-        return forward_tokens(stage, prompt, torch.arange(len(prompt)), (0, len(prompt))), collect
+        layout = Layout.of([len(prompt)], parallel.share)
+        return forward_tokens(stage, prompt, torch.arange(len(prompt)), layout), collect
 
     with torch.no_grad():
-        run_schedule(model, [None], forward, tokens=len(prompt), forward_only=True)
+        run_schedule(chunks, [None], forward, tokens=len(prompt), forward_only=True)
     whole = found[0] if found else torch.zeros(len(prompt), size)
     last = parallel.stage_global_rank(parallel.pipeline_size - 1)
     dist.broadcast(whole, last, group=parallel.pipeline_group)

@@ -37,12 +37,13 @@ def checkpoint_logprobs(path: Path, prompts: Sequence[Sequence[int]]) -> list[Te
         dist.init_process_group(platform.backend(), store=dist.HashStore(), rank=0, world_size=1)
     try:
         parallel = initialize(config)
-        model = build_network(config, parallel, opened.family, opened.shape)
-        load_weights(model, opened.path)
-        model.eval()
+        chunks = build_network(config, parallel, opened.family, opened.shape)
+        load_weights(chunks, opened.path)
+        for chunk in chunks:
+            chunk.eval()
         with torch.no_grad():
             return [
-                torch.from_numpy(score_with(model, opened.shape.vocab_size, parallel, np.asarray(prompt)))
+                torch.from_numpy(score_with(chunks, opened.shape.vocab_size, parallel, np.asarray(prompt)))
                 for prompt in prompts
             ]
     finally:

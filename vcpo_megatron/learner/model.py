@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -53,14 +54,14 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=config.parallel.tensor,
-        pipeline_model_parallel_size=config.parallel.pipeline,
+        **_layout_options(config),
+        **_RECOMPUTE[config.model.recompute],
         # every value is read from the checkpoint; what Megatron would draw at random is never used
         perform_initialization=False,
         use_cpu_initialization=not platform.has_gpu(),
-        # packs differ in length; Megatron asks for this dispatcher even in dense models then
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
+        # packs differ in length, which matters where they are sent between stages
+        variable_seq_lengths=config.parallel.pipeline > 1,
+        moe_token_dispatcher_type=config.parallel.expert_dispatcher,
         # the schedule must not rescale: losses are normalised over the global batch by us
         calculate_per_token_loss=True,
         # fusions would hide layer inputs, or add weight gradients past the accumulators
@@ -93,17 +94,44 @@ def _expert_options(config: RunConfig, shape: ModelShape, experts: Experts) -> d
         "moe_aux_loss_coeff": 0.0,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
         "moe_shared_expert_gate": experts.shared_ffn_hidden_size > 0,
-        "expert_model_parallel_size": config.parallel.expert,
-        "expert_tensor_parallel_size": config.parallel.expert_tensor,
     }
 
 
-def _block_spec(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage."""
-    first = get_transformer_layer_offset(config)
+#: model.recompute -> Megatron's options: of every layer only the input is kept, or all but attention's inside.
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def _layout_options(config: RunConfig) -> dict[str, Any]:
+    parallel = config.parallel
+    options: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": parallel.sequence_parallel and parallel.tensor > 1,
+    }
+    if parallel.virtual_pipeline > 1:
+        # batched sends of several chunks are received in another order by gloo: silently wrong gradients
+        options |= {
+            "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+            "deallocate_pipeline_outputs": False,
+        }
+    return options
+
+
+def _block_spec(config: TransformerConfig, shape: ModelShape, stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage; ``stage`` numbers the rank's virtual stages, None without."""
+    first = get_transformer_layer_offset(config, vp_stage=stage)
     layers = [
         _layer_spec(config, config.num_moe_experts if shape.is_moe(first + layer) else None)
-        for layer in range(get_num_layers_to_build(config))
+        for layer in range(get_num_layers_to_build(config, vp_stage=stage))
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
@@ -145,51 +173,56 @@ def describe(config: RunConfig) -> tuple[HFFolder, Family, ModelShape]:
     return folder, *open_model(folder.config)
 
 
-def build_model(config: RunConfig, parallel: Parallel, *, load: bool) -> tuple[GPTModel, Family, ModelShape]:
-    """This rank's part of the model; ``load`` reads its weights from ``model.path``."""
+def build_model(config: RunConfig, parallel: Parallel, *, load: bool) -> tuple[list[GPTModel], Family, ModelShape]:
+    """This rank's part of the model, one chunk a virtual stage; ``load`` reads its weights from ``model.path``."""
     folder, family, shape = describe(config)
-    model = build_network(config, parallel, family, shape)
+    chunks = build_network(config, parallel, family, shape)
     if load:
         if parallel.rank == 0:  # tensors that the model does not have would be ignored without a word
             for name, reason in unconsumed(folder, family, shape).items():
                 print(f"{folder.path}: {name} is not loaded: {reason}", flush=True)
-        _load_weights(model, folder, family, shape, parallel, padded_vocabulary(config, shape))
-    return model, family, shape
+        for chunk in chunks:
+            _load_weights(chunk, folder, family, shape, parallel, padded_vocabulary(config, shape))
+    return chunks, family, shape
 
 
-def build_network(config: RunConfig, parallel: Parallel, family: Family, shape: ModelShape) -> GPTModel:
+def build_network(config: RunConfig, parallel: Parallel, family: Family, shape: ModelShape) -> list[GPTModel]:
     """This rank's part of the network, its weights not yet set."""
     megatron = transformer_config(config, shape)
-    model = GPTModel(
-        config=megatron,
-        transformer_layer_spec=_block_spec(megatron, shape),
-        vocab_size=padded_vocabulary(config, shape),
-        max_sequence_length=shape.max_position_embeddings,
-        pre_process=parallel.is_first_stage,
-        post_process=parallel.is_last_stage,
-        parallel_output=True,
-        share_embeddings_and_output_weights=shape.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=shape.rope.theta,
-    )
-    # Megatron knows some scalings, with constants of its own; here config.json decides about all of them
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope, shape.head_dim)
-    model.to(platform.device())
-    _mark_tensor_parallel(model, family, parallel)
-    return model
+    chunks = []
+    for number in range(parallel.virtual_size):
+        stage = number if parallel.virtual_size > 1 else None
+        model = GPTModel(
+            config=megatron,
+            transformer_layer_spec=_block_spec(megatron, shape, stage),
+            vocab_size=padded_vocabulary(config, shape),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_base=shape.rope.theta,
+            vp_stage=stage,
+        )
+        # Megatron knows some scalings, with constants of its own; here config.json decides about all of them
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope, shape.head_dim)
+        model.to(platform.device())
+        _mark_tensor_parallel(model, family)
+        chunks.append(model)
+    return chunks
 
 
-def _mark_tensor_parallel(model: GPTModel, family: Family, parallel: Parallel) -> None:
+def _mark_tensor_parallel(model: GPTModel, family: Family) -> None:
     """Tell Megatron which parameters are cut; it does so itself only where it draws random weights.
 
     Without the mark its gradient norm would count the shards of other ranks as copies.
     """
     for name, parameter in model.named_parameters():
-        whole = global_name(model, name)
-        dim = family.partition_dim(whole)
+        dim = family.partition_dim(global_name(model, name))
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
-            size = parallel.expert_tensor_size if family.is_expert(whole) else parallel.tensor_size
-            set_tensor_model_parallel_attributes(parameter, size > 1, dim, 1)
+            # also where it is cut into one part: ranks of one tensor group may hold different whole experts
+            set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
 
 def _load_weights(

@@ -35,7 +35,7 @@ class WeightGatherer:
     def __init__(self, trainable: Trainable, parallel: Parallel) -> None:
         self._trainable = trainable
         self._parallel = parallel
-        self._own = {global_name(trainable.model, n): p for n, p in trainable.model.named_parameters()}
+        self._own = {global_name(c, n): p for c in trainable.chunks for n, p in c.named_parameters()}
         mine = _Held(
             parallel.rank, parallel.data_rank, parallel.tensor_rank, parallel.expert_tensor_rank,
             {name: tuple(parameter.shape) for name, parameter in self._own.items()},
