@@ -54,7 +54,7 @@ def test_progress() -> None:
     progress.add(10**9)
     assert progress.line(10.0) == "import m: 2.00 of 4.00 GB (50 %), 100 MB/s, 20 s left"
     assert stream.getvalue().startswith("import m: 2.00 of 4.00 GB (50 %), ") and stream.getvalue().endswith("left\n")
-    assert Progress("x", 10).line(1.0) == "x: 0.00 of 0.00 GB (0 %), 0 MB/s, time left unknown"
+    assert Progress("x", 10, None).line(1.0) == "x: 0.00 of 0.00 GB (0 %), 0 MB/s, time left unknown"
 
 
 def test_what_is_carried_over(tmp_path: Path) -> None:
