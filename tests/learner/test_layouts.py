@@ -241,8 +241,8 @@ BF16_LAYOUTS = [
 def test_bfloat16_with_fp32_gradients(tmp_path: Path) -> None:
     """Activations in bfloat16 (8 bits), sums of gradients in fp32, against the fp64 oracle of the same weights.
 
-    Tolerances are what 8 bits through 4 layers leave: a few per cent of a gradient's scale. Layouts agree with
-    one another no better than that, since their activations are rounded at different places.
+    Tolerances are what 8 bits through 4 layers leave (seen alone: log ratios 0.08, norms 0.5 %, gradients 5 %).
+    Layouts agree with one another no better than that, since their activations are rounded at different places.
     """
     model = make_model_folder(tmp_path / "model", rounded=True)
     batch = make_batch(model)
@@ -253,7 +253,7 @@ def test_bfloat16_with_fp32_gradients(tmp_path: Path) -> None:
         ratios = torch.tensor([row.log_ratio for row in rows], dtype=torch.float64)
         torch.testing.assert_close(ratios, oracle.log_ratios, rtol=0, atol=0.3)
         norms = torch.tensor([row.grad_norm for row in rows], dtype=torch.float64)
-        torch.testing.assert_close(norms[~norms.isnan()], oracle.norms[~norms.isnan()], rtol=0.1, atol=0)
+        torch.testing.assert_close(norms[~norms.isnan()], oracle.norms[~norms.isnan()], rtol=0.03, atol=0)
         for key, gradient in oracle.gradients.items():
             found = outcome["gradients"][key]
             assert found.dtype is torch.float32
