@@ -50,7 +50,8 @@ from pathlib import Path
 name, home = sys.argv[1], Path(os.environ["VCPO_RUN_DIR"])
 (home / "pids").mkdir(exist_ok=True)
 def record(name, pid):
-    (home / "pids" / name).write_text(f"{pid}\\n")
+    (home / f"{name}.tmp").write_text(f"{pid}\\n")
+    (home / f"{name}.tmp").rename(home / "pids" / name)  # whole, or not there
 def wait(path, limit=60):
     end = time.monotonic() + limit
     while not (home / path).exists():
