@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from vcpo_megatron.algorithm.baselines import (
-    before_norms, from_norms, group_mean, leave_one_out, leave_one_out_opob, opob, zero,
+    before_norms,
+    from_norms,
+    group_mean,
+    leave_one_out,
+    leave_one_out_opob,
+    opob,
+    zero,
 )  # fmt: skip
 
 

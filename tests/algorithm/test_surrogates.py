@@ -9,8 +9,20 @@ import torch
 
 from vcpo_megatron.algorithm import importance
 from vcpo_megatron.algorithm.surrogates import (
-    STATISTICS, SURROGATES, Bounds, Tokens, asymmetric, cispo, decoupled_ppo, gspo, m2po, p3o, ppo_clip,
-    second_moment_cutoff, token_ess, veto,
+    STATISTICS,
+    SURROGATES,
+    Bounds,
+    Tokens,
+    asymmetric,
+    cispo,
+    decoupled_ppo,
+    gspo,
+    m2po,
+    p3o,
+    ppo_clip,
+    second_moment_cutoff,
+    token_ess,
+    veto,
 )  # fmt: skip
 from vcpo_megatron.config.methods import METHODS
 

@@ -21,7 +21,7 @@ from ..config.run_directory import Manifest, RunDirectory
 from ..types import PolicyVersion
 from .model import padded_vocabulary
 from .parallel import Parallel
-from .step import EssState
+from .step_size import EssState
 from .training import Trainable
 
 

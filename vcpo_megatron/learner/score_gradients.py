@@ -1,15 +1,12 @@
-"""Exact per-trajectory squared gradient norms, and two weighted gradient sums, in one backward pass.
+"""Exact per-trajectory squared gradient norms, and weighted gradient sums, in one backward pass.
 
 Every parameter of Megatron's local layers gets its gradient in one of three places: a tensor-parallel
 linear layer (and its bias), the vocabulary-parallel embedding, an RMSNorm. ``attach`` replaces the
 computation of exactly these on the module INSTANCES; no class and no Megatron source is changed. The
 activations' gradients are what Megatron computes. The weight gradient is formed trajectory by
 trajectory: with G_i, A_i the output gradients and inputs of trajectory i's tokens, its share is
-W_i = G_i^T A_i, and from it come, in the same pass,
-
-    |g_i|^2   += |W_i|^2          the trajectory's squared gradient norm (never scaled by w, R or std)
-    gradient  += r_i W_i          r_i = w_i (R_i - m_g) / std_g + a
-    S_g       += q_i W_i          q_i = w_i, into the group's accumulator
+W_i = G_i^T A_i, from which |g_i|^2 += |W_i|^2 (never scaled by w, R or std). What else becomes of W_i is
+in ``weight_gradients``.
 
 What is recorded belongs to one pack, so several packs may be in flight in a pipeline.
 """
@@ -17,6 +14,7 @@ What is recorded belongs to one pack, so several packs may be in flight in a pip
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
 
 from .layers import RMSNorm
 from .packing import Pack
+from .weight_gradients import Accumulator, NormsOnly, WeightGradients
 
 
 class UnsupportedLayer(RuntimeError):
@@ -40,9 +39,10 @@ class UnsupportedLayer(RuntimeError):
 class PackScores:
     """What this rank's share of one pack's backward needs and finds.
 
-    gradient_coefficients   r [n], set before the backward
-    sum_coefficients        q [n], set before the backward
-    sums                    parameter name -> S_g of the group (fp32), set before the backward
+    gradients               what becomes of weight gradients, set before the backward
+    factors                 r and q, n numbers each, set before the backward where sums are accumulated
+    accumulator             S_g of the group, set before the backward where sums are accumulated
+    kept                    functions of the final coefficients [n] that finish the gradient, where it is deferred
     owned                   float64 [n]  squared norms over parameters that this tensor rank alone holds
     replicated              float64 [n]  squared norms over parameters that every tensor rank holds whole
     partial                 list of [n, d]: gradients of replicated parameters of which this tensor rank
@@ -51,15 +51,16 @@ class PackScores:
     """
 
     pack: Pack
-    gradient_coefficients: torch.Tensor | None = None
-    sum_coefficients: torch.Tensor | None = None
-    sums: dict[str, torch.Tensor] | None = None
+    gradients: WeightGradients = field(default_factory=NormsOnly)
+    factors: tuple[list[float], list[float]] = ([], [])
+    accumulator: Accumulator = field(default_factory=Accumulator)
+    kept: list[Callable[[torch.Tensor], object]] = field(default_factory=list)
     owned: torch.Tensor = field(init=False)
     replicated: torch.Tensor = field(init=False)
     partial: list[torch.Tensor] = field(default_factory=list)
     tied_ids: list[torch.Tensor] | None = None
     tied_rows: list[torch.Tensor] | None = None
-    _buckets: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    _buckets: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.owned = torch.zeros(self.n, dtype=torch.float64, device=self.pack.tokens.device)
@@ -88,25 +89,29 @@ class PackScores:
             self.partial.clear()
         return self.owned + self.replicated if dist.get_rank(tensor_group) == 0 else self.owned
 
-    def gram_buckets(self, limit: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Trajectories of at most ``limit`` tokens, by length rounded up to a power of two.
+    def on_tokens(self, factors: Sequence[float], segments: torch.Tensor) -> torch.Tensor:
+        """One factor a trajectory -> one a token of ``segments``; 0 for padding. fp32."""
+        return torch.tensor([*factors, 0.0], dtype=torch.float32).to(segments.device)[segments]
+
+    def gram_buckets(self, members: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Trajectories ``members`` by length rounded up to a power of two.
 
         Each bucket is (trajectories int64 [m], token positions int64 [m, t]); position T stands for a
         row of zeros that fills up a shorter trajectory.
         """
-        if limit not in self._buckets:
+        key = tuple(members)
+        if key not in self._buckets:
             by_length: dict[int, list[int]] = {}
-            lengths = [self.length(i) for i in range(self.n)]
-            uniform = len(set(lengths)) == 1
-            for i, length in enumerate(lengths):
-                if length <= limit:
-                    by_length.setdefault(length if uniform else 1 << (length - 1).bit_length(), []).append(i)
+            uniform = len({self.length(i) for i in members}) == 1
+            for i in members:
+                length = self.length(i)
+                by_length.setdefault(length if uniform else 1 << (length - 1).bit_length(), []).append(i)
             device = self.pack.tokens.device
-            self._buckets[limit] = [
-                (torch.tensor(members, device=device), self._positions(members, width, device))
-                for width, members in sorted(by_length.items())
+            self._buckets[key] = [
+                (torch.tensor(chosen, device=device), self._positions(chosen, width, device))
+                for width, chosen in sorted(by_length.items())
             ]
-        return self._buckets[limit]
+        return self._buckets[key]
 
     def _positions(self, members: list[int], width: int, device: torch.device) -> torch.Tensor:
         start = torch.tensor([self.pack.boundaries[i] for i in members], device=device)[:, None]
@@ -125,65 +130,21 @@ class ScoreSwitch:
         return self.current if torch.is_grad_enabled() else None
 
 
-# --- the three kinds of weight gradient ---------------------------------------------------------
+# --- the kinds of weight gradient ---------------------------------------------------------
 
 
-def _matrix_gradient(scores: PackScores, name: str, inputs: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
-    """sum_i r_i G_i^T A_i of inputs A [T, d_in], grads G [T, d_out]; records |W_i|^2 and S_g.
-
-    A trajectory shorter than d_in d_out / (d_in + d_out) is cheaper by Gram matrices,
-    |G^T A|^2 = <A A^T, G G^T>, a longer one by forming W_i.
-    """
-    d_in, d_out = inputs.shape[1], grads.shape[1]
-    limit = d_in * d_out // (d_in + d_out)
-    assert scores.gradient_coefficients is not None and scores.sum_coefficients is not None and scores.sums is not None
-    r, q, total = scores.gradient_coefficients, scores.sum_coefficients, scores.sums[name]
-    short = torch.zeros(scores.n + 1, dtype=torch.bool, device=inputs.device)  # one more: padding rows, never short
-    buckets = scores.gram_buckets(limit)
-    for members, positions in buckets:
-        short[members] = True
-        a, g = _rows(inputs, positions), _rows(grads, positions)
-        gram = torch.bmm(a, a.transpose(1, 2)).mul_(torch.bmm(g, g.transpose(1, 2)))
-        scores.owned.index_add_(0, members, gram.sum((1, 2), dtype=torch.float64))
-    gradient = None
-    if buckets:
-        rows = short[scores.pack.segments].to(grads.dtype)[:, None]
-        padded = scores.pack.segments.clamp(max=scores.n - 1)
-        gradient = (grads * (rows * r[padded, None].to(grads.dtype))).t() @ inputs
-        total.addmm_((grads * (rows * q[padded, None].to(grads.dtype))).t(), inputs)
-    for i in range(scores.n):
-        if scores.length(i) > limit:
-            w = grads[scores.segment(i)].t() @ inputs[scores.segment(i)]
-            scores.owned[i] += torch.linalg.vector_norm(w, dtype=torch.float32).double().square()
-            total.add_(w * q[i].to(w.dtype))
-            gradient = w * r[i].to(w.dtype) if gradient is None else gradient.add_(w * r[i].to(w.dtype))
-    assert gradient is not None
-    return gradient
-
-
-def _rows(values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """values [T, d] at positions [m, t] -> [m, t, d]; position T reads as zeros."""
-    inside = positions < values.shape[0]
-    picked = values[positions.clamp(max=values.shape[0] - 1)]
-    return picked if bool(inside.all()) else picked * inside[..., None]
-
-
-def _vector_gradient(
-    scores: PackScores, name: str, rows: torch.Tensor, segments: torch.Tensor, kind: str
-) -> torch.Tensor:
-    """Gradient of a vector parameter from its per-token gradients ``rows`` [T', d].
+def _vector_gradient(scores: PackScores, name: str, rows: torch.Tensor, segments: torch.Tensor, kind: str) -> None:
+    """A vector parameter from its per-token gradients ``rows`` [T', d].
 
     ``kind`` says how its norm is summed over tensor ranks: owned, replicated or partial.
     """
-    assert scores.gradient_coefficients is not None and scores.sum_coefficients is not None and scores.sums is not None
     per = rows.new_zeros(scores.n + 1, rows.shape[1], dtype=torch.float32)
     per = per.index_add_(0, segments, rows.float())[: scores.n]
     if kind == "partial":
         scores.partial.append(per)
     else:
         getattr(scores, kind).add_(per.double().square().sum(1))
-    scores.sums[name].add_(scores.sum_coefficients.to(per.dtype) @ per)
-    return (scores.gradient_coefficients.to(per.dtype) @ per).to(rows.dtype)
+    scores.gradients.vector(scores, name, per)
 
 
 def _tied_rows(scores: PackScores, inputs: torch.Tensor, grads: torch.Tensor) -> list[torch.Tensor]:
@@ -218,15 +179,14 @@ class _ScoredLinear(torch.autograd.Function):
         total = _gather(x, layer.group) if layer.sequence_parallel else x
         scores = layer.scores
         inputs, grads = total.reshape(-1, total.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        dw = _matrix_gradient(scores, layer.weight_name, inputs, grads)
+        scores.gradients.matrix(scores, layer.weight_name, inputs, grads)
         if scores.tied_ids is not None and layer.is_tied_output:
             scores.tied_rows = _tied_rows(scores, inputs, grads)
-        db = None
         if layer.bias_name is not None:
-            db = _vector_gradient(scores, layer.bias_name, grads, scores.pack.segments, "owned")
+            _vector_gradient(scores, layer.bias_name, grads, scores.pack.segments, "owned")
         if work is not None:
             work.wait()
-        return out, dw, db, None
+        return out, None, None, None
 
 
 @dataclass(frozen=True)
@@ -268,8 +228,8 @@ class _ScoredNorm(torch.autograd.Function):
         tokens = x.shape[0]
         rows = (grad.float() * normalized).reshape(tokens, -1, weight.numel()).sum(1)
         segments = norm.scores.pack.segments[norm.offset(tokens) : norm.offset(tokens) + tokens]
-        dw = _vector_gradient(norm.scores, norm.name, rows, segments, norm.kind)
-        return dx.to(x.dtype), dw.to(weight.dtype), None, None
+        _vector_gradient(norm.scores, norm.name, rows, segments, norm.kind)
+        return dx.to(x.dtype), None, None, None
 
 
 @dataclass(frozen=True)
@@ -306,17 +266,13 @@ class _ScoredEmbedding(torch.autograd.Function):
         pairs, inverse = pair.unique(return_inverse=True)
         rows = grad.new_zeros(len(pairs), width, dtype=torch.float32).index_add_(0, inverse, grad[mine].float())
         owner, token = pairs // vocabulary, pairs % vocabulary
-        assert scores.gradient_coefficients is not None and scores.sum_coefficients is not None
-        assert scores.sums is not None
         squared = rows.double().square().sum(1)
         if scores.tied_rows is not None:  # |E_i + W_i|^2 = |E_i|^2 + |W_i|^2 + 2 <E_i, W_i>, pairs are sorted by owner
             squared += 2 * (rows * torch.cat(scores.tied_rows).float()).double().sum(1)
             scores.tied_rows = None
         scores.owned.index_add_(0, owner, squared)
-        q, r = scores.sum_coefficients.float(), scores.gradient_coefficients.float()
-        scores.sums[ctx.name].index_add_(0, token, rows * q[owner, None])
-        dw = grad.new_zeros(ctx.shape).index_add_(0, token, (rows * r[owner, None]).to(grad.dtype))
-        return dw, None, None, None
+        scores.gradients.rows(scores, ctx.name, owner, token, rows)
+        return None, None, None, None
 
 
 # --- attaching ---------------------------------------------------------------------------------
@@ -327,7 +283,7 @@ def attach(
 ) -> dict[str, torch.nn.Parameter]:
     """Make ``model`` (one chunk of a GPTModel) separate its gradients while ``switch.current`` is set.
 
-    Returns the parameters under the names by which ``PackScores.sums`` knows them: ``prefix`` (unique
+    Returns the parameters under the names by which ``WeightGradients`` knows them: ``prefix`` (unique
     for the chunk) + name. ``tied``: input and output embedding are one parameter of this chunk.
     UnsupportedLayer when a parameter belongs to a module of another kind, before anything was changed.
     """
