@@ -184,7 +184,7 @@ def test_regularizers_accumulators_and_proxy(models: dict[tuple[str, bool], Path
             assert_gradients(outcome, plain if mode == "plain" else exact)
             metrics = outcome["results"][-1].metrics
             tokens = sum(len(s.logp) for s in policy.samples)
-            k3 = sum(float(((r.logp - s.logp).exp() - (r.logp - s.logp) - 1).sum())
+            k3 = sum(float(((r.logp - s.logp).exp() - (r.logp - s.logp) - 1).detach().sum())
                      for s, r in zip(policy.samples, reference.samples, strict=True))  # fmt: skip
             assert metrics["kl/reference"] == pytest.approx(k3 / tokens, rel=1e-3)
             if mode != "plain":
@@ -206,7 +206,7 @@ def _check_proxy(policy: Policy, rows: Any) -> None:
         rewards = torch.tensor([s.reward for s in group], dtype=torch.float64)
         if len(set(rewards.tolist())) == 1:
             continue
-        shares = [float(2 * (s.logp - s.mu).sum().detach()) + float(torch.log(s.coefficient**2 * s.score_squares.sum()))
+        shares = [float(2 * (s.logp - s.mu).sum().detach()) + float((s.coefficient**2 * s.score_squares.sum()).log())
                   for s in group]  # fmt: skip
         b = float((torch.softmax(torch.tensor(shares, dtype=torch.float64), 0) * rewards).sum())
         for row in rows[first : first + 4]:

@@ -181,8 +181,10 @@ class Accumulate(_Main):
 
     def rows(self, scores: PackScores, name: str, owner: Tensor, index: Tensor, rows: Tensor) -> None:
         r, q = (rows.new_tensor(factors) for factors in scores.factors)
-        total = scores.accumulator[name]
+        total, probe = scores.accumulator[name], scores.accumulator.probe.get(name)
         total.index_add_(0, index, (rows * q[owner, None]).to(total.dtype))
+        if probe is not None:
+            probe.add_((rows * q[owner, None])[index == 0].sum(0))
         self.gradient(name).index_add_(0, index, rows * r[owner, None])
 
 
