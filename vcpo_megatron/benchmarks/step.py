@@ -1,9 +1,9 @@
 """Time and memory of one learner step, mode by mode, on one rank; shared code of tools/bench_step.py.
 
 Contenders share one model and one optimizer and take their steps in turn, A B C A B C: load on the
-machine falls on all alike, so ratios mean more than seconds. On CPUs seconds are processor time. "reference" is the published
-implementation's way, written from its description: one trajectory a micro-batch, its norm from a full
-gradient buffer, and two more buffers of the gradient's size.
+machine falls on all alike, so ratios mean more than seconds. On CPUs seconds are processor time.
+"reference" is the published implementation's way, written from its description: one trajectory a
+micro-batch, its norm from a full gradient buffer, and two more buffers of the gradient's size.
 """
 
 from __future__ import annotations
