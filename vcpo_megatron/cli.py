@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_serve(commands)
+    _add_convert(commands)
     _add_doctor(commands)
     return parser
 
@@ -89,6 +90,12 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=30000, help="0: any free one (default: %(default)s)")
     parser.set_defaults(command=_serve)
+
+
+def _add_convert(commands: Any) -> None:
+    from .cli_convert import add_convert
+
+    add_convert(commands)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -215,12 +222,12 @@ def _problems(config: RunConfig) -> list[str]:
     """Everything that keeps ``config`` from running on any machine."""
     from .config.checks import problems
     from .config.load import ConfigError
-    from .config.model_folder import ModelShape
+    from .config.model_folder import read_model
     from .environments.registry import validate_environment
 
     found = problems(config)
     try:
-        context = config.rollout.context_length or ModelShape.read(config.model.path).context
+        context = config.rollout.context_length or read_model(config.model.path).max_position_embeddings
     except ConfigError:
         return found  # already among them
     of_environment = validate_environment(config.environment, config.model.path, config.train.seed, context)
@@ -270,10 +277,10 @@ def _refuse(problems: Sequence[str]) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     from .config.load import ConfigError
-    from .config.model_folder import ModelShape, tokenizer_problems, weight_problems
+    from .config.model_folder import read_model, tokenizer_problems, weight_problems
 
     try:
-        shape = ModelShape.read(args.model)
+        shape = read_model(args.model)
     except ConfigError as error:
         return _refuse(error.problems)
     if found := weight_problems(args.model, shape) + tokenizer_problems(args.model, shape):

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vcpo_megatron.benchmarks import costs
 from vcpo_megatron.learner import weight_gradients
-from vcpo_megatron.learner.score_gradients import PackScores
+from vcpo_megatron.learner.score_state import Coefficients, PackScores, TokenRows, Tokens
 from vcpo_megatron.learner.weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly
 
 CPU = costs.Machine(1.0, 1.0, weight_gradients.PASS_FLOPS_CPU)
@@ -30,15 +30,16 @@ def counted(mode: str, tokens: int, d_in: int, d_out: int) -> tuple[int, int]:
     """(FLOPs of the weight gradient and its norm, bytes kept) of one trajectory."""
     parameter = torch.nn.Parameter(torch.zeros(d_out, d_in))
     parameter.main_grad = torch.zeros(d_out, d_in)
-    segments = torch.zeros(tokens, dtype=torch.long)
-    pack = SimpleNamespace(rows=(0,), boundaries=(0, tokens), segments=segments, tokens=segments, length=tokens)
-    scores = PackScores(pack)
-    scores.factors, scores.accumulator = ([0.5], [0.25]), Accumulator.zeros({"w": parameter}, torch.float32)
-    way = {"accumulate": Accumulate({"w": parameter}), "deferred": Deferred({"w": parameter}), "two_pass": NormsOnly()}
+    ids = torch.zeros(tokens, dtype=torch.long)
+    scores = PackScores(SimpleNamespace(step_rows=(0,), rows=(0,), offset=0, tokens=ids), SimpleNamespace())
+    scores.coefficients = Coefficients(torch.tensor([0.5]).double(), torch.tensor([0.25]).double())
+    scores.accumulator = Accumulator.zeros({"w": parameter}, torch.float32)
+    way = {"accumulate": Accumulate(), "deferred": Deferred(), "two_pass": NormsOnly()}
+    rows = Tokens(TokenRows(ids, 1, [tokens]), None)
     # torch counts addmm, not its in-place form
     in_place = {torch.ops.aten.addmm_: lambda _, a, b, *rest, **options: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-        way[mode].matrix(scores, "w", torch.ones(tokens, d_in), torch.ones(tokens, d_out))
+        way[mode].matrix(scores, rows, "w", parameter, torch.ones(tokens, d_in), torch.ones(tokens, d_out))
         cells = [cell.cell_contents for apply in scores.kept for cell in apply.__closure__]
         kept = sum(t.numel() * 4 for t in cells if torch.is_tensor(t) and t is not parameter.main_grad and t.dim() == 2)
         for apply in scores.kept:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from vcpo_megatron.conversion.shape import ModelShape
 
 from vcpo_megatron.conversion.errors import ConversionError
 from vcpo_megatron.conversion.families import FAMILIES, family_for
-from vcpo_megatron.conversion.shape import ModelShape
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 

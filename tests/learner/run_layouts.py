@@ -33,13 +33,15 @@ def steps_from_other_weights(cases: list[tuple[RunConfig, Any, list[Batch]]]) ->
         step, gatherer = VcpoStep(config, parallel, trainable), WeightGatherer(trainable, parallel)
         if other is not None:
             moved = config.model_copy(update={"model": config.model.model_copy(update={"path": other})})
-            source = build_trainable(moved, parallel, load=True).model
-            for mine, theirs in zip(trainable.model.parameters(), source.parameters(), strict=True):
-                mine.data.copy_(theirs.data)
+            source = build_trainable(moved, parallel, load=True)
+            for chunk, other_chunk in zip(trainable.chunks, source.chunks, strict=True):
+                for mine, theirs in zip(chunk.parameters(), other_chunk.parameters(), strict=True):
+                    mine.data.copy_(theirs.data)
         results, gradients = [], {}
         optimizer_step = trainable.optimizer.step
 
-        def watched(optimizer_step=optimizer_step, gatherer=gatherer, gradients=gradients):  # noqa: ANN001, ANN202
+        def watched(optimizer_step=optimizer_step, gatherer=gatherer, gradients=gradients, trainable=trainable):  # noqa: ANN001, ANN202
+            _complete_gradients(trainable)
             gradients.update({k: v.clone() for k, v in gatherer.gather(lambda parameter: parameter.main_grad)})
             return optimizer_step()
 
@@ -55,19 +57,37 @@ def steps_from_other_weights(cases: list[tuple[RunConfig, Any, list[Batch]]]) ->
     return outcomes
 
 
-def save_and_continue(config: RunConfig, batches: list[Batch], run_dir: str) -> dict[str, Any]:
-    """Step on the first batch, save, step on the second: what a resumed run must repeat."""
-    return _continue(config, batches, run_dir, resume=False)
+def _complete_gradients(trainable: Any) -> None:
+    """With a distributed optimizer a rank's reduced gradient is a part of the buffer: fetch the others'."""
+    for wrapped in trainable.wrapped:
+        if not wrapped.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                parts = bucket.grad_data.chunk(group.size())
+                whole = [torch.empty_like(part) for part in parts]
+                torch.distributed.all_gather(whole, parts[group.rank()].contiguous(), group=group)
+                bucket.grad_data.copy_(torch.cat(whole))
 
 
-def load_and_continue(config: RunConfig, batches: list[Batch], run_dir: str) -> dict[str, Any]:
-    """Load what ``save_and_continue`` saved, in whatever layout, and step on the second batch."""
-    return _continue(config, batches, run_dir, resume=True)
+def save_and_load(
+    saving: RunConfig, loading: list[RunConfig], batches: list[Batch], run_dir: str
+) -> list[dict[str, Any]]:
+    """Step, save, step on; then in each of ``loading``: load, and make that second step again."""
+    return [_continue(saving, batches, run_dir, resume=False), *load_and_continue(loading, batches, run_dir)]
+
+
+def load_and_continue(loading: list[RunConfig], batches: list[Batch], run_dir: str) -> list[dict[str, Any]]:
+    """Load what ``save_and_load`` saved, in each layout, and step on the second batch."""
+    return [_continue(config, batches, run_dir, resume=True) for config in loading]
 
 
 def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: bool) -> dict[str, Any]:
     platform.prepare()
     from pathlib import Path
+
+    from megatron.core import parallel_state
 
     from vcpo_megatron.config.run_directory import RunDirectory
     from vcpo_megatron.learner.checkpoint import Checkpoints
@@ -87,4 +107,6 @@ def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: 
         checkpoints.save(1, PolicyVersion(1, 1), step.ess_state, {"cursor": 5})
     result = step.run(batches[1], PolicyVersion(2 if resume else 1, 2))
     parameters = {k: v.clone() for k, v in WeightGatherer(trainable, parallel).gather()}
-    return {"result": result, "parameters": parameters, "steps": trainable.schedule.num_steps}
+    steps = trainable.schedule.num_steps
+    parallel_state.destroy_model_parallel()
+    return {"result": result, "parameters": parameters, "steps": steps}

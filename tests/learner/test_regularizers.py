@@ -45,7 +45,7 @@ def test_kl_and_entropy_terms() -> None:
 
 def test_weights_are_swapped_in_place_and_back() -> None:
     layer = torch.nn.Linear(3, 2)
-    reference = ReferenceWeights(layer)
+    reference = ReferenceWeights([layer])
     assert reference.bytes == 4 * (3 * 2 + 2)
     before, storage = layer.weight.detach().clone(), layer.weight.data_ptr()
     with torch.no_grad():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vcpo_megatron.learner import weight_gradients
-from vcpo_megatron.learner.score_gradients import PackScores
+from vcpo_megatron.learner.score_state import Coefficients, PackScores, TokenRows, Tokens
 from vcpo_megatron.learner.weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly
 
 LENGTHS = (1, 3, 3, 40, 70, 300, 2)
@@ -16,16 +16,12 @@ R = [0.5, -1.0, 0.0, 2.0, 1.0, -0.25, 3.0]
 Q = [1.0, 2.0, 0.5, 1.0, 1.0, 0.125, 8.0]
 
 
-def scores_of(lengths: tuple[int, ...], padding: int = 0) -> PackScores:
-    edges = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    segments = torch.repeat_interleave(torch.arange(len(lengths) + 1), torch.tensor([*lengths, padding]))
-    pack = SimpleNamespace(
-        rows=tuple(range(len(lengths))), boundaries=tuple(edges), segments=segments, tokens=segments,
-        length=len(segments),
-    )  # fmt: skip
-    scores = PackScores(pack)
-    scores.factors = (R[: len(lengths)], Q[: len(lengths)])
-    return scores
+def scores_of(lengths: tuple[int, ...], padding: int = 0) -> tuple[PackScores, Tokens]:
+    n = len(lengths)
+    ids = torch.repeat_interleave(torch.arange(n + 1), torch.tensor([*lengths, padding]))
+    scores = PackScores(SimpleNamespace(step_rows=range(n), rows=range(n), offset=0, tokens=ids), SimpleNamespace())
+    scores.coefficients = Coefficients(torch.tensor(R[:n]).double(), torch.tensor(Q[:n]).double())
+    return scores, Tokens(TokenRows(ids, n, list(lengths)), None)
 
 
 @pytest.mark.parametrize("mode", ["accumulate", "deferred", "norms"])
@@ -39,13 +35,14 @@ def test_every_way_gives_the_same(
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.zeros(d_out, d_in))
     parameter.main_grad = torch.ones(d_out, d_in)
-    scores = scores_of(LENGTHS, padding)
+    scores, tokens = scores_of(LENGTHS, padding)
     total = sum(LENGTHS) + padding
     inputs, grads = torch.randn(total, d_in), torch.randn(total, d_out)
-    parts = [grads[scores.segment(i)].double().t() @ inputs[scores.segment(i)].double() for i in range(7)]
+    cuts = [tokens.local.rows(i) for i in range(7)]
+    parts = [grads[cut].double().t() @ inputs[cut].double() for cut in cuts]
     scores.accumulator = Accumulator.zeros({"w": parameter}, torch.float32)
-    way = {"accumulate": Accumulate({"w": parameter}), "deferred": Deferred({"w": parameter}), "norms": NormsOnly()}
-    way[mode].matrix(scores, "w", inputs, grads)
+    way = {"accumulate": Accumulate(), "deferred": Deferred(), "norms": NormsOnly()}
+    way[mode].matrix(scores, tokens, "w", parameter, inputs, grads)
     for apply in scores.kept:
         apply(torch.tensor(R, dtype=torch.float64))
     torch.testing.assert_close(scores.owned, torch.stack([w.square().sum() for w in parts]), rtol=2e-6, atol=0)
@@ -73,9 +70,8 @@ def test_the_smaller_one_is_kept() -> None:
     parameter = torch.nn.Parameter(torch.zeros(128, 160))
     parameter.main_grad = torch.zeros(128, 160)
     assert weight_gradients.crossover(160, 128) == 71
-    scores = scores_of((70, 300))
-    way = Deferred({"w": parameter})
-    way.matrix(scores, "w", torch.randn(370, 160), torch.randn(370, 128))
+    scores, tokens = scores_of((70, 300))
+    Deferred().matrix(scores, tokens, "w", parameter, torch.randn(370, 160), torch.randn(370, 128))
     kept = [cell.cell_contents for apply in scores.kept for cell in apply.__closure__]
     shapes = {tuple(x.shape) for x in kept if isinstance(x, torch.Tensor)} - {(128, 160)}
     assert len(scores.kept) == 2 and shapes == {(70, 160), (70, 128), (70,)}

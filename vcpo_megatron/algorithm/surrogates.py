@@ -37,8 +37,8 @@ class Tokens:
     statistic: float = float("nan")
 
     def spread(self, per_trajectory: Tensor) -> Tensor:
-        """[n] -> [T]; padding reads the last one and is masked everywhere."""
-        return per_trajectory.to(self.log_ratio)[self.segments.clamp(max=self.n - 1)]
+        """[n] -> [T]; 0 for padding."""
+        return torch.nn.functional.pad(per_trajectory.to(self.log_ratio), (0, 1))[self.segments]
 
     def sums(self, values: Tensor) -> Tensor:
         """[T] -> [n] over unmasked tokens."""

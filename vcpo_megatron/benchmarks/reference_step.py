@@ -31,7 +31,7 @@ class ReferenceStep:
         self._config = config
         self._parallel = parallel
         self._trainable = trainable
-        self._gradients = [p.main_grad for p in trainable.model.parameters()]  # type: ignore[attr-defined]
+        self._gradients = [p.main_grad for chunk in trainable.chunks for p in chunk.parameters()]  # type: ignore[attr-defined]
         self._total = [torch.zeros_like(g) for g in self._gradients]
         self._sums = [torch.zeros_like(g) for g in self._gradients]
 
@@ -65,7 +65,7 @@ class ReferenceStep:
 
     def _backward(self, row: Row, coefficient: float) -> float:
         """Gradient of one trajectory into the main buffer; returns its log ratio."""
-        pack = make_pack([row], 1, platform.device())
+        pack = make_pack([row], self._parallel.share, platform.device())
         found = []
 
         def forward(pack: Pack, model: torch.nn.Module) -> ForwardStep:
@@ -78,7 +78,7 @@ class ReferenceStep:
                 weight = float(importance.truncated_weights(ratio, self._config.algorithm.is_threshold))
                 return as_loss(-(weight * coefficient) * torch.where(pack.mask, logprobs, 0.0).sum())
 
-            return forward_tokens(model, pack.tokens, pack.positions, pack.boundaries), loss
+            return forward_tokens(model, pack.tokens, pack.positions, pack.layout), loss
 
         run_schedule(self._trainable.wrapped, [pack], forward, tokens=pack.length, forward_only=False)
         return found[0]

@@ -146,9 +146,10 @@ class Bench:
         parallel = initialize(any_config)
         self.trainable = build_trainable(any_config, parallel, load=False)
         torch.manual_seed(0)
-        for parameter in self.trainable.model.parameters():
+        parameters = [p for chunk in self.trainable.chunks for p in chunk.parameters()]
+        for parameter in parameters:
             parameter.data.fill_(1.0) if parameter.dim() == 1 else parameter.data.normal_(0.0, 0.02)
-        self.parameters = sum(p.numel() for p in self.trainable.model.parameters())
+        self.parameters = sum(parameter.numel() for parameter in parameters)
         self.work, self.batch = work, make_batch(work)
         self._steps: dict[str, ReferenceStep | VcpoStep] = {
             name: ReferenceStep(configs[name], parallel, self.trainable) if name == "reference"

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 #: Baselines that need per-trajectory gradient norms.
 OPOB_BASELINES = ("opob", "opob_leave_one_out")
+#: Surrogates that look at a trajectory's tokens as a whole or in order.
+ORDERED_SURROGATES = ("gspo", "veto", "asymmetric")
 
 
 @dataclass(frozen=True)

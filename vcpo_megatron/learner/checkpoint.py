@@ -10,19 +10,26 @@ from __future__ import annotations
 import dataclasses
 import queue
 import shutil
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt import GPTModel
 
 from ..config.models import RunConfig
 from ..config.run_directory import Manifest, RunDirectory
 from ..types import PolicyVersion
+from .distributed_optimizer import finish_loading, prepare_to_load
 from .model import padded_vocabulary
 from .parallel import Parallel
 from .step_size import EssState
 from .training import Trainable
+
+#: Tensors of a parameter's shape, so that any layout reads what a sharded optimizer wrote.
+_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 class CheckpointError(RuntimeError):
@@ -75,16 +82,25 @@ class Checkpoints:
                      if saved.get(key) != current[key]]  # fmt: skip
         if differing:
             raise CheckpointError(f"{self._directory.checkpoint(step)} does not fit this run: {'; '.join(differing)}")
+        prepare_to_load(self._trainable.optimizer)
         state = dist_checkpointing.load(self._state(loading=True), str(self._directory.checkpoint(step)))
-        self._trainable.model.load_state_dict(state["model"], strict=False)  # extra states are not parameters
+        for key, chunk in self._chunks().items():
+            chunk.load_state_dict(state[key], strict=False)  # extra states are not parameters
         self._trainable.optimizer.load_state_dict(state["optimizer"])
+        finish_loading(self._trainable.optimizer)
         self._trainable.schedule.num_steps = manifest.learner["schedule_steps"]
         return EssState(**manifest.learner["ess"])
 
     def _state(self, *, loading: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": self._trainable.model.sharded_state_dict()}
-        state["optimizer"] = self._trainable.optimizer.sharded_state_dict(state, is_loading=loading)
+        state: dict[str, Any] = {key: chunk.sharded_state_dict() for key, chunk in self._chunks().items()}
+        state["optimizer"] = self._trainable.optimizer.sharded_state_dict(
+            state, is_loading=loading, metadata=_OPTIMIZER_FORMAT
+        )
         return state
+
+    def _chunks(self) -> dict[str, GPTModel]:
+        """Chunks of this rank; what they hold is stored by global layer, so another split finds it."""
+        return {f"model{number}": chunk for number, chunk in enumerate(self._trainable.chunks)}
 
     def _model_facts(self) -> dict[str, Any]:
         """What must agree between the run that saved and the one that loads."""
@@ -99,3 +115,14 @@ class Checkpoints:
 
     def _barrier(self) -> None:
         dist.barrier(group=self._parallel.command_group)
+
+
+def load_weights(chunks: Sequence[GPTModel], path: Path) -> None:
+    """Fill ``chunks`` from the checkpoint in ``path``, whatever layout wrote it; collective over all ranks."""
+    wanted = {
+        f"model{number}": {k: v for k, v in chunk.sharded_state_dict().items() if not k.endswith("_extra_state")}
+        for number, chunk in enumerate(chunks)
+    }
+    state = dist_checkpointing.load(wanted, str(path))
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"model{number}"], strict=False)  # extra states are not parameters

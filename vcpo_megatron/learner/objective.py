@@ -83,8 +83,8 @@ class Objective:
         """
         rows = [row.index for row in pack.rows]
         if self.row.linear:
-            whole = self.trajectory_coefficients(rows, log_ratio).to(policy)
-            return whole[pack.segments.clamp(max=len(rows) - 1)] * self.token_weights(pack, policy)
+            whole = torch.nn.functional.pad(self.trajectory_coefficients(rows, log_ratio), (0, 1)).to(policy)
+            return whole[pack.segments] * self.token_weights(pack, policy)
         tokens = self._tokens(pack, policy)
         found = SURROGATES[self.row.surrogate](tokens, self.advantages(rows).to(policy.device), self._bounds)
         speaks = self.facts.has_variance[rows].to(policy.device)

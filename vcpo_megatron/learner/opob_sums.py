@@ -2,13 +2,15 @@
 
 ``accumulate``: the gradient of group g is accumulated centred, sum_i (R_i - m_g)/std_g s_i; once |s_i| is known over
 all shards, (b_g - m_g)/std_g S_g with S_g = sum_i s_i is taken off. Squared norms are summed over the
-replica's tensor ranks and pipeline stages without anybody waiting inside the schedule: a stage starts
-the reduction when its last backward of the group is done and goes on with the next group, whose S it
-keeps in another accumulator. A later stage is ahead of the first one by as many packs as its number,
-so 1 + ceil(p / packs a group) accumulators on stage p are enough never to wait. With a smaller bound
-(``opob_accumulators``) the stage waits for the oldest group, which drains the pipeline a little; it
-cannot deadlock, because everything the first stage needs for that group was sent before. ``deferred``
-keeps inputs and output gradients in place of S and waits by the same rule.
+replica's ranks without anybody waiting inside the schedule: a stage starts the reduction when its last
+backward of the group is done and goes on with the next group, whose S it keeps in another accumulator.
+
+A later stage is ahead of the first one by as many packs as its number, so 1 + ceil(p / packs a group)
+accumulators on stage p are enough never to wait. With virtual stages the backwards of one chunk run
+through a window of packs before those of the next chunk do, so all groups of a window are open at once.
+With a smaller bound (``opob_accumulators``) the stage waits for the oldest group, which drains the pipeline
+a little; it cannot deadlock, because everything the first stage needs for that group was sent before.
+``deferred`` keeps inputs and output gradients in place of S_g and waits by the same rule.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,23 +26,23 @@ from torch.nn import Parameter
 
 from .packing import Pack
 from .parallel import Parallel
-from .score_gradients import PackScores
-from .weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly, WeightGradients
+from .score_state import PackScores
+from .weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly, WeightGradients, main_gradient
 
 
 @dataclass
 class _GroupInFlight:
-    """One group from its first backward on this stage to its correction."""
+    """One group from its first backward on this rank to its last.
 
-    packs_left: int
+    norms   this rank's shares of |g_i|^2 by pack, in the order of the packs
+    scores  of every pack and chunk
+    """
+
+    backwards_left: int
     accumulator: Accumulator
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    rows: list[int] = field(default_factory=list)
     scores: list[PackScores] = field(default_factory=list)
-    squared_norms: list[torch.Tensor] = field(default_factory=list)
-
-    @property
-    def rows(self) -> list[int]:
-        """Rows of the batch, in the order of their backward."""
-        return [row.index for scores in self.scores for row in scores.pack.rows]
 
 
 @dataclass
@@ -52,30 +55,45 @@ class _Pending:
     work: dist.Work | None
 
 
-def accumulators_needed(stage: int, packs_per_group: int) -> int:
-    """Gradient-sized accumulators on pipeline stage ``stage`` that hide the reduction's latency."""
-    return 1 + -(-stage // packs_per_group)
+#: Called once a group on every rank of the replica with (group, rows of the batch, |g_i| float64 [n]).
+Found = Callable[[int, Sequence[int], torch.Tensor], torch.Tensor]
+
+
+class Bucket(Protocol):
+    """Megatron's group of buckets, as far as it is used here."""
+
+    params: set[Parameter]
+
+    def start_grad_sync(self) -> None: ...
+
+
+def accumulators_needed(stage: int, packs_per_group: int, window: int) -> int:
+    """Gradient-sized accumulators on pipeline stage ``stage`` that hide the reduction's latency.
+
+    ``window``: packs whose backwards alternate between the rank's chunks; 1 without virtual stages.
+    """
+    return 1 + -(-(window - 1) // packs_per_group) + -(-stage // packs_per_group)
 
 
 class GroupNorms:
     """|g_i| of every group of a step, on every rank of the replica: the part that all modes share.
 
     parameters  name -> parameter, names as in ``score_gradients.attach``
-    found       called once a group on every rank of the replica with (group, rows of the batch, |g_i|
-                float64 [n]); returns what the mode needs of it
+    chunks      model chunks of this rank: as many backwards a pack
+    found       returns what the mode needs of a group whose norms are known
     Alone, this is the first of two passes: nothing is kept and nobody waits before the end.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Parameter], parallel: Parallel,
-        found: Callable[[int, Sequence[int], torch.Tensor], torch.Tensor],
-    ) -> None:  # fmt: skip
+        self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, found: Found
+    ) -> None:
         self._parameters = dict(parameters)
+        self._chunks = chunks
         self._parallel = parallel
         self._found = found
         self._gradients: WeightGradients = NormsOnly()
-        self._packs_left: dict[int, int] = {}
-        self._current: _GroupInFlight | None = None
+        self._packs: dict[int, int] = {}
+        self._open: dict[int, _GroupInFlight] = {}
         self._pending: deque[_Pending] = deque()
 
     @property
@@ -91,34 +109,42 @@ class GroupNorms:
     def start_step(self, packs: Sequence[Pack]) -> None:
         """Announce the packs of the step in the order of their backward."""
         self._pending.clear()
-        self._current = None
-        self._packs_left = {}
+        self._open.clear()
+        self._packs = {}
         for pack in packs:
-            self._packs_left[pack.group] = self._packs_left.get(pack.group, 0) + 1
+            self._packs[pack.group] = self._packs.get(pack.group, 0) + 1
 
     def begin(self, scores: PackScores) -> None:
-        """The backward of a pack starts."""
-        if self._current is None:
-            self._current = _GroupInFlight(self._packs_left[scores.pack.group], self._take())
-        scores.gradients, scores.accumulator = self._gradients, self._current.accumulator
+        """The backward of a pack through a chunk starts."""
+        group = scores.pack.group
+        if group not in self._open:
+            self._open[group] = _GroupInFlight(self._packs[group] * self._chunks, self._take())
+        scores.gradients, scores.accumulator = self._gradients, self._open[group].accumulator
 
     def end(self, scores: PackScores) -> None:
-        """The backward of a pack is done on this stage; after the group's last one its norms go out."""
-        group = self._current
-        assert group is not None
+        """It is done; after the group's last one its norms go out."""
+        number, pack = scores.pack.group, scores.pack
+        group = self._open[number]
         group.scores.append(scores)
-        group.squared_norms.append(scores.squared_norms(self._parallel.tensor_group))
-        group.packs_left -= 1
-        if group.packs_left == 0:
-            total = torch.cat(group.squared_norms)
+        share = scores.squared_norms()
+        if id(pack) in group.norms:
+            group.norms[id(pack)] += share
+        else:
+            group.norms[id(pack)] = share
+            group.rows += pack.step_index
+        group.backwards_left -= 1
+        if group.backwards_left == 0:
+            total = torch.cat(list(group.norms.values()))
             alone = dist.get_world_size(self._parallel.statistics_group) == 1
             work = None if alone else dist.all_reduce(total, group=self._parallel.statistics_group, async_op=True)
-            self._pending.append(_Pending(scores.pack.group, group, total, work))
-            self._current = None
+            self._pending.append(_Pending(number, group, total, work))
+            del self._open[number]
 
-    def finish_step(self) -> None:
-        """Wait for every group and finish its gradient; before it is reduced over data-parallel ranks."""
+    def finish_step(self, buckets: Sequence[Bucket]) -> None:
+        """Wait for every group and finish its gradient; then the reduction of ``buckets`` may start."""
         self._settle(keep=0)
+        for bucket in buckets:
+            bucket.start_grad_sync()
 
     def _take(self) -> Accumulator:
         """What the backward of the next group may write to."""
@@ -132,26 +158,30 @@ class GroupNorms:
         """Finish all but the ``keep`` newest groups, oldest first."""
         while len(self._pending) > keep:
             pending = self._pending.popleft()
-            if pending.work is not None:
-                pending.work.wait()
-            self._finish(pending.group, self._found(pending.number, pending.group.rows, pending.total.sqrt()))
+            self._finish(pending.group, self._wait(pending))
+
+    def _wait(self, pending: _Pending) -> torch.Tensor:
+        if pending.work is not None:
+            pending.work.wait()
+        return self._found(pending.number, pending.group.rows, pending.total.sqrt())
 
 
 class _Bounded(GroupNorms):
     """Groups in flight hold memory: at most ``limit`` of them; None: what hides the latency."""
 
     def __init__(
-        self, parameters: Mapping[str, Parameter], parallel: Parallel,
-        found: Callable[[int, Sequence[int], torch.Tensor], torch.Tensor], limit: int | None,
-    ) -> None:  # fmt: skip
-        super().__init__(parameters, parallel, found)
+        self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, found: Found, limit: int | None
+    ) -> None:
+        super().__init__(parameters, chunks, parallel, found)
         self._configured_limit = limit
         self._limit = 1
 
     def start_step(self, packs: Sequence[Pack]) -> None:
         super().start_step(packs)
-        fewest = min(self._packs_left.values(), default=1)
-        self._limit = self._configured_limit or accumulators_needed(self._parallel.pipeline_rank, fewest)
+        fewest = min(self._packs.values(), default=1)
+        window = self._parallel.pipeline_size if self._chunks > 1 else 1
+        needed = accumulators_needed(self._parallel.pipeline_rank, fewest, window)
+        self._limit = self._configured_limit or needed
 
     def _take(self) -> Accumulator:
         """Waits for the oldest group where the bound is reached.
@@ -160,7 +190,7 @@ class _Bounded(GroupNorms):
         group waited for needs has been sent. Groups settle at fixed points, whatever the timing: the
         sums of a step are formed in the same order in every run.
         """
-        self._settle(keep=self._limit - 1)
+        self._settle(keep=max(0, self._limit - 1 - len(self._open)))
         return Accumulator()
 
 
@@ -171,12 +201,11 @@ class OpobSums(_Bounded):
     """
 
     def __init__(
-        self, parameters: Mapping[str, Parameter], parallel: Parallel,
-        found: Callable[[int, Sequence[int], torch.Tensor], torch.Tensor], limit: int | None,
+        self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, found: Found, limit: int | None,
         dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
-        super().__init__(parameters, parallel, found, limit)
-        self._gradients = Accumulate(self._parameters)
+        super().__init__(parameters, chunks, parallel, found, limit)
+        self._gradients = Accumulate()
         self._dtype = dtype
         self._free: list[Accumulator] = []
         self._made = 0
@@ -191,9 +220,23 @@ class OpobSums(_Bounded):
         return self._error
 
     def start_step(self, packs: Sequence[Pack]) -> None:
-        self._free += [pending.group.accumulator for pending in self._pending]  # left over by a step that failed
+        left = [pending.group for pending in self._pending] + list(self._open.values())
+        self._free += [group.accumulator for group in left]  # by a step that failed
         self._error = (0.0, 0.0)
         super().start_step(packs)
+
+    def finish_step(self, buckets: Sequence[Bucket]) -> None:
+        """The last correction goes bucket by bucket: the reduction of each starts as soon as it is final."""
+        if not buckets or not self._pending:
+            return super().finish_step(buckets)
+        self._settle(keep=1)
+        last = self._pending.popleft()
+        factor = float(self._wait(last))
+        for bucket in buckets:
+            names = [n for n in last.group.accumulator if self._parameters[n] in bucket.params]
+            self._correct(last.group.accumulator, factor, names)
+            bucket.start_grad_sync()
+        self._release(last.group.accumulator)
 
     def _take(self) -> Accumulator:
         super()._take()
@@ -205,14 +248,21 @@ class OpobSums(_Bounded):
         return Accumulator.zeros(self._parameters, self._dtype)
 
     def _finish(self, group: _GroupInFlight, found: torch.Tensor) -> None:
-        factor, sums = float(found), group.accumulator
-        if factor != 0.0:
-            gradients = [self._parameters[name].main_grad for name in sums]  # type: ignore[attr-defined]
-            if self._dtype is torch.float32:
-                torch._foreach_add_(gradients, list(sums.values()), alpha=factor)
-            else:
-                for gradient, total in zip(gradients, sums.values(), strict=True):
-                    gradient.add_(total, alpha=factor)
+        self._correct(group.accumulator, float(found), list(group.accumulator))
+        self._release(group.accumulator)
+
+    @torch.no_grad()
+    def _correct(self, sums: Accumulator, factor: float, names: Sequence[str]) -> None:
+        if factor == 0.0 or not names:
+            return
+        gradients = [main_gradient(self._parameters[name]) for name in names]
+        if self._dtype is torch.float32:
+            torch._foreach_add_(gradients, [sums[name] for name in names], alpha=factor)
+        else:
+            for gradient, name in zip(gradients, names, strict=True):
+                gradient.add_(sums[name], alpha=factor)
+
+    def _release(self, sums: Accumulator) -> None:
         if sums.probe:
             error, size = sums.squared_error()
             self._error = (self._error[0] + error, self._error[1] + size)
@@ -223,15 +273,15 @@ class DeferredGradients(_Bounded):
     """``deferred``: no sum at all. ``found`` gives the final coefficient of every row, and the gradient is formed."""
 
     def __init__(
-        self, parameters: Mapping[str, Parameter], parallel: Parallel,
-        found: Callable[[int, Sequence[int], torch.Tensor], torch.Tensor], limit: int | None,
-    ) -> None:  # fmt: skip
-        super().__init__(parameters, parallel, found, limit)
-        self._gradients = Deferred(self._parameters)
+        self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, found: Found, limit: int | None
+    ) -> None:
+        super().__init__(parameters, chunks, parallel, found, limit)
+        self._gradients = Deferred()
 
     def _finish(self, group: _GroupInFlight, found: torch.Tensor) -> None:
-        coefficients = found.split([scores.n for scores in group.scores])
-        for scores, final in zip(group.scores, coefficients, strict=True):
+        place = {row: i for i, row in enumerate(group.rows)}
+        for scores in group.scores:
+            final = found[[place[row] for row in scores.pack.step_index]]
             for apply in scores.kept:
                 apply(final)
             scores.kept.clear()

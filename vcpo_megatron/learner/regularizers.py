@@ -10,7 +10,7 @@ trajectory's |g_i|: with exact norms they take a backward through a forward of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -37,8 +37,8 @@ class ReferenceWeights:
     No device memory beyond one tensor: every parameter changes places with its copy, and back, bit for bit.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._parameters = list(model.parameters())
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         self._copies = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
 
     @property

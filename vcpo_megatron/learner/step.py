@@ -30,15 +30,18 @@ from ..algorithm import importance
 from ..config.models import RunConfig
 from ..types import Batch, PolicyVersion, StepResult
 from . import platform
+from .log_ratios import LogRatioExchange
 from .logprobs import squared_score_norms, token_logprobs
 from .objective import Objective
-from .opob_sums import DeferredGradients, GroupNorms, OpobSums
-from .packing import Pack, Row, assign_groups, batch_rows, make_pack, split_into_packs
+from .opob_sums import Bucket, DeferredGradients, GroupNorms, OpobSums
+from .packing import Pack, batch_rows
 from .parallel import Parallel, agree_sum
 from .regularizers import ReferenceWeights, regularizer
 from .results import RowTable, step_metrics, trajectory_results
 from .schedule import ForwardStep, Loss, as_loss, forward_tokens, run_schedule
-from .score_gradients import PackScores, ScoreSwitch, attach
+from .score_gradients import attach
+from .score_state import Coefficients, PackScores, ScoreSwitch
+from .step_plan import StepPlan
 from .step_size import EssState, batch_ess_ratio
 from .training import Trainable
 
@@ -59,7 +62,7 @@ class VcpoStep:
         self._mode = algorithm.opob_mode if algorithm.row.needs_norms else "plain"
         self._switch = ScoreSwitch()
         self._groups = self._attach() if self._mode in ("accumulate", "deferred", "two_pass") else None
-        self._reference = ReferenceWeights(trainable.model) if algorithm.kl_reference == "initial" else None
+        self._reference = ReferenceWeights(trainable.chunks) if algorithm.kl_reference == "initial" else None
         if self._reference is not None and parallel.rank == 0:
             print(f"kl_reference: {self._reference.bytes:,} bytes of host memory on rank 0", flush=True)
         self._objective: Objective  # of the batch at hand
@@ -67,18 +70,21 @@ class VcpoStep:
         self._reference_logprobs: dict[int, torch.Tensor] = {}
         self._proxy = torch.zeros(0, dtype=torch.float64)
         self._token_ratios: dict[int, torch.Tensor] = {}
-        self._sends: list[dist.Work] = []
+        self._messages = LogRatioExchange(parallel, self._device)
 
     def _attach(self) -> GroupNorms:
-        algorithm, parallel, model = self.config.algorithm, self.parallel, self.trainable.model
+        algorithm, parallel, chunks = self.config.algorithm, self.parallel, self.trainable.chunks
         tied = self.trainable.shape.tie_word_embeddings
-        parameters = attach(model, self._switch, parallel.tensor_group, prefix="", tied=tied)
+        parameters: dict[str, torch.nn.Parameter] = {}
+        for number, chunk in enumerate(chunks):
+            parameters |= attach(chunk, self._switch, parallel, prefix=f"{number}.", tied=tied)
+        common = (parameters, len(chunks), parallel)
         if self._mode == "accumulate":
             dtype = _DTYPES[algorithm.opob_accumulator_dtype]
-            return OpobSums(parameters, parallel, self._correction, algorithm.opob_accumulators, dtype)
+            return OpobSums(*common, self._correction, algorithm.opob_accumulators, dtype)
         if self._mode == "deferred":
-            return DeferredGradients(parameters, parallel, self._final, algorithm.opob_accumulators)
-        return GroupNorms(parameters, parallel, self._found)
+            return DeferredGradients(*common, self._final, algorithm.opob_accumulators)
+        return GroupNorms(*common, self._found)
 
     @property
     def accumulators(self) -> int:
@@ -94,12 +100,12 @@ class VcpoStep:
         and schedule unchanged and says so.
         """
         started = time.perf_counter()
-        silent, packs = self._plan(batch)
+        plan = self._plan(batch)
         self.trainable.zero_gradients()
-        self._gradient(silent, packs)  # l_i -> w_i; |g_i| -> b_g; G
+        self._gradient(plan.silent, plan.speaking)  # l_i -> w_i; |g_i| -> b_g; G
         seconds = time.perf_counter() - started
-        finalize_model_grads([self.trainable.wrapped])
-        table, algorithm = self._agree([*silent, *packs]), self.config.algorithm
+        finalize_model_grads(list(self.trainable.wrapped))
+        table, algorithm = self._agree([*plan.silent, *plan.speaking]), self.config.algorithm
         ratio = batch_ess_ratio(table.log_ratio, algorithm.ess_weights, algorithm.is_threshold)
         scale = self.ess_state.scale(ratio, algorithm)
         skipped = "" if math.isfinite(ratio) and table.finite else "non-finite step"
@@ -127,12 +133,16 @@ class VcpoStep:
             self._schedule(silent, self._forward_scoring, forward_only=True)
         if self._mode == "proxy":
             self._schedule(self._cut_groups(packs), self._forward_scoring, forward_only=True)
-        if self._groups is not None:
-            self._exact_backward(self._groups, packs)
-        if self._mode in ("plain", "proxy", "two_pass"):
-            self._schedule(everything if regularized else packs, self._forward_plain)
-        elif regularized:
-            self._schedule(everything, self._forward_regularizer)
+        buckets = self.trainable.overlapped_buckets()
+        if self._mode in ("accumulate", "deferred"):
+            if regularized:
+                self._schedule(everything, self._forward_regularizer)
+            return self._exact_backward(packs, buckets)
+        if self._mode == "two_pass":
+            self._exact_backward(packs, [])
+        self._schedule(everything if regularized else packs, self._forward_plain)
+        for bucket in buckets:
+            bucket.start_grad_sync()
 
     def _correction(self, group: int, rows: Sequence[int], norms: torch.Tensor) -> torch.Tensor:
         """accumulate: the factor of S_g in what is minimised.
@@ -161,23 +171,14 @@ class VcpoStep:
 
     # --- plan ---------------------------------------------------------------------------------
 
-    def _plan(self, batch: Batch) -> tuple[list[Pack], list[Pack]]:
-        """This replica's packs: of groups without variance, and of the others."""
+    def _plan(self, batch: Batch) -> StepPlan:
         groups, config = batch_rows(batch), self.config
         self._objective = Objective(
             config.algorithm, groups, config.rollout.max_new_tokens, self.ess_state.previous_ratio
         )
         self._table = RowTable(len(self._objective.facts.rewards))
         self._proxy = torch.full((len(self._objective.facts.rewards),), math.nan, dtype=torch.float64)
-        shares = assign_groups([sum(row.cost for row in group) for group in groups], self.parallel.data_size)
-        mine, scales = shares[self.parallel.data_rank], self._objective.scales
-        silent = [row for g in mine if not scales[g].has_variance for row in groups[g]]
-        speaking = [groups[g] for g in mine if scales[g].has_variance]
-        return self._packs(silent), [pack for group in speaking for pack in self._packs(group)]
-
-    def _packs(self, rows: Sequence[Row]) -> list[Pack]:
-        cut = split_into_packs(rows, self.config.train.max_pack_tokens)
-        return [make_pack(pack, 1, self._device) for pack in cut]
+        return StepPlan.of(groups, self._objective.scales, config, self.parallel, self._device)
 
     def _group_size(self, pack: Pack) -> int:
         return self._objective.facts.group_sizes[pack.group]
@@ -190,15 +191,15 @@ class VcpoStep:
 
     def _schedule(self, packs: Sequence[Pack], forward: Forward, *, forward_only: bool = False) -> None:
         length = packs[0].length if packs else 0
-        run_schedule(self.trainable.wrapped, packs, forward, tokens=length, forward_only=forward_only)
+        with self.trainable.no_sync():
+            run_schedule(self.trainable.wrapped, packs, forward, tokens=length, forward_only=forward_only)
 
-    def _exact_backward(self, groups: GroupNorms, packs: Sequence[Pack]) -> None:
-        groups.start_step(packs)
+    def _exact_backward(self, packs: Sequence[Pack], buckets: Sequence[Bucket]) -> None:
+        assert self._groups is not None
+        self._groups.start_step(packs)
         self._schedule(packs, self._forward_exact)
-        groups.finish_step()
-        for send in self._sends:
-            send.wait()
-        self._sends.clear()
+        self._groups.finish_step(buckets)
+        self._messages.finish_step()
 
     def _score_by_reference(self, packs: Sequence[Pack]) -> None:
         """log-probs of the reference policy, by one forward with its weights in place of the model's."""
@@ -212,14 +213,14 @@ class VcpoStep:
         self._token_ratios.clear()
         self._schedule(packs, self._forward_scoring, forward_only=True)
         ratios = torch.zeros(int(self._objective.facts.sampled_tokens.sum()), dtype=torch.float64)
-        if self.parallel.speaks_for_replica:
+        if self.parallel.speaks_for_trajectories:
             starts = self._objective.facts.sampled_tokens.cumsum(0) - self._objective.facts.sampled_tokens
             for row, values in self._token_ratios.items():
                 ratios[int(starts[row]) : int(starts[row]) + len(values)] = values
         self._objective.set_statistic(agree_sum(ratios, self.parallel))
 
     def _output(self, pack: Pack, model: torch.nn.Module) -> torch.Tensor:
-        return forward_tokens(model, pack.tokens, pack.positions, pack.boundaries)
+        return forward_tokens(model, pack.tokens, pack.positions, pack.layout)
 
     def _forward_scoring(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
         def loss(logits: torch.Tensor) -> Loss:
@@ -258,18 +259,24 @@ class VcpoStep:
 
         Nothing else is in it: w, R and std enter at the weight gradients, where norms do not see them.
         """
-        scores = PackScores(pack)
+        scores = PackScores(pack, self.parallel)
         self._switch.current = scores
         output = self._output(pack, model)
         self._switch.current = None
-        if not self.parallel.is_last_stage:
-            self._watch_backward(output, scores, self._receive_log_ratio(pack))
+        is_last_chunk = model is self.trainable.wrapped[-1]
+        if not (is_last_chunk and self.parallel.is_last_stage):
+            # the last chunk is the first whose backward needs l_i; the others find them in the table
+            arriving = self._messages.receive(pack) if is_last_chunk and pack.step_rows else None
+            self._watch_backward(output, scores, arriving)
             return output, None
 
         def loss(logits: torch.Tensor) -> Loss:
             logprobs, _ = self._log_probs(pack, logits)
             value = self._normalized(pack, -self._objective.token_weights(pack, logprobs.detach()) * logprobs)
-            self._send_log_ratio(self._table.log_ratio[[row.index for row in pack.rows]])
+            log_ratio = self._messages.of_step(pack, self._table.log_ratio[[row.index for row in pack.rows]])
+            self._table.log_ratio[pack.step_index] = log_ratio
+            if pack.step_rows:
+                self._messages.send(log_ratio)
             self._watch_backward(value, scores, None)
             return as_loss(value)
 
@@ -289,7 +296,7 @@ class VcpoStep:
         n, index = len(pack.rows), [row.index for row in pack.rows]
 
         def sums(values: torch.Tensor) -> torch.Tensor:
-            return importance.segment_sum(values, pack.mask, pack.segments, n).cpu()
+            return self._sums(pack, values)
 
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
         self._table.record_forward(index, sums(ratios), torch.zeros(n), sums(entropy.detach()))
@@ -302,12 +309,16 @@ class VcpoStep:
             self._table.logprob_sum[index] = sums(objective.reported(pack, policy) * policy)
         return logprobs, entropy
 
+    def _sums(self, pack: Pack, per_token: torch.Tensor) -> torch.Tensor:
+        """Sums over the sampled tokens of each trajectory, on whichever rank they are: float64 [n], on the CPU."""
+        own = importance.segment_sum(per_token, pack.mask, pack.segments, len(pack.rows))
+        return self._messages.sum_over_context(own).cpu()
+
     def _normalized(self, pack: Pack, per_token: torch.Tensor) -> torch.Tensor:
         """sum_i c_i sum_t per_token over sampled tokens."""
         index = [row.index for row in pack.rows]
-        coefficients = self._objective.facts.token_coefficients[index].to(per_token)
-        spread = coefficients[pack.segments.clamp(max=len(index) - 1)]
-        return torch.where(pack.mask, per_token * spread, 0.0).sum()
+        coefficients = torch.nn.functional.pad(self._objective.facts.token_coefficients[index], (0, 1))
+        return torch.where(pack.mask, per_token * coefficients.to(per_token)[pack.segments], 0.0).sum()
 
     def _regularizer(self, pack: Pack, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         algorithm = self.config.algorithm
@@ -316,7 +327,7 @@ class VcpoStep:
         reference = self._reference_logprobs.get(id(pack))
         term, kl = regularizer(algorithm.kl_coef, algorithm.entropy_coef, logprobs, entropy, reference)
         index = [row.index for row in pack.rows]
-        self._table.record_kl(index, importance.segment_sum(kl, pack.mask, pack.segments, len(index)).cpu())
+        self._table.record_kl(index, self._sums(pack, kl))
         return term
 
     def _record_proxy(self, pack: Pack, logits: torch.Tensor, policy: torch.Tensor) -> None:
@@ -327,8 +338,7 @@ class VcpoStep:
         )
         weighted = self._objective.token_weights(pack, policy).square() * squared
         index = [row.index for row in pack.rows]
-        total = importance.segment_sum(weighted, pack.mask, pack.segments, len(index)).cpu()
-        self._proxy[index] = total.sqrt() * self._objective.facts.token_coefficients[index]
+        self._proxy[index] = self._sums(pack, weighted).sqrt() * self._objective.facts.token_coefficients[index]
         rows = self._objective.facts.rows_of(pack.group)
         if self._objective.scales[pack.group].has_variance and not bool(self._proxy[rows].isnan().any()):
             self._record_baselines(rows, self._proxy[rows])
@@ -336,39 +346,32 @@ class VcpoStep:
     # --- the backward of one pack ---------------------------------------------------------------
 
     def _watch_backward(
-        self, output: torch.Tensor, scores: PackScores, arriving: tuple[torch.Tensor, dist.Work] | None
+        self, output: torch.Tensor, scores: PackScores, arriving: tuple[dist.Work | None, torch.Tensor] | None
     ) -> None:
-        """When the backward of this pack starts on this stage, set its coefficients; see its end, too."""
+        """When the backward of this pack through a chunk starts, set its coefficients; see its end, too."""
         assert self._groups is not None
-        groups, index = self._groups, [row.index for row in scores.pack.rows]
+        groups, index = self._groups, scores.pack.step_index
 
         def start(_: torch.Tensor) -> None:
             if arriving is not None:
-                log_ratio, work = arriving
+                work, message = arriving
+                assert work is not None
                 work.wait()
-                self._table.log_ratio[index] = log_ratio.cpu()
+                self._table.log_ratio[index] = message.cpu()
             log_ratio = self._table.log_ratio[index]
             r = self._objective.trajectory_coefficients(index, log_ratio)
-            scores.factors = (r.tolist(), self._objective.sequence_weights(log_ratio).tolist())
+            scores.coefficients = Coefficients(r, self._objective.sequence_weights(log_ratio))
             groups.begin(scores)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: groups.end(scores))
+            self._switch.current = scores  # for what is computed once more
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+        def end() -> None:
+            self._switch.current = None
+            groups.end(scores)
+            for work, message in scores.sends:
+                self._messages.keep(work, message)
 
         output.register_hook(start)
-
-    def _send_log_ratio(self, log_ratio: torch.Tensor) -> None:
-        """Last stage -> every earlier one; a few doubles that arrive long before they are needed."""
-        message = log_ratio.to(self._device)
-        for stage in range(self.parallel.pipeline_size - 1):
-            send = dist.isend(message, self.parallel.stage_global_rank(stage), group=self.parallel.log_ratio_group)
-            assert send is not None
-            self._sends.append(send)
-
-    def _receive_log_ratio(self, pack: Pack) -> tuple[torch.Tensor, dist.Work]:
-        log_ratio = torch.empty(len(pack.rows), dtype=torch.float64, device=self._device)
-        last = self.parallel.stage_global_rank(self.parallel.pipeline_size - 1)
-        work = dist.irecv(log_ratio, last, group=self.parallel.log_ratio_group)
-        assert work is not None
-        return log_ratio, work
 
     # --- agreement ------------------------------------------------------------------------------
 
@@ -377,7 +380,7 @@ class VcpoStep:
 
         The same reduction says whether any rank holds a non-finite gradient.
         """
-        speaks = self.parallel.speaks_for_replica
+        speaks = self.parallel.speaks_for_trajectories
         owned = self._table if speaks else RowTable(len(self._objective.facts.rewards))
         owned.record_rank(
             gradients_are_finite=self.trainable.gradients_are_finite(),

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from . import platform
 
 if TYPE_CHECKING:
-    from .score_gradients import PackScores
+    from .score_state import PackScores, Tokens
 
 #: FLOPs of a matrix product in the time of one pass (read, scale, add) over one fp32 element. Measured on a
 #: CPU core: 13. An H100-class GPU by its data sheet (12 bytes at 3.3 TB/s, 400 TFLOP/s): about 1,500.
@@ -62,16 +62,25 @@ class Accumulator(dict[str, Tensor]):
 
 
 class WeightGradients(Protocol):
-    """One of the three ways. Every method records the squared norm where it is its business to."""
+    """One of the three ways. ``tokens`` says whose rows a layer sees; squared norms go to ``scores.owned``."""
 
-    def matrix(self, scores: PackScores, name: str, inputs: Tensor, grads: Tensor) -> None:
-        """A linear weight [d_out, d_in] from inputs [T, d_in] and grads [T, d_out]."""
+    def matrix(
+        self, scores: PackScores, tokens: Tokens, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
+    ) -> None:
+        """A linear weight [d_out, d_in] from inputs [R, d_in] and grads [R, d_out]."""
 
-    def vector(self, scores: PackScores, name: str, per: Tensor) -> None:
-        """A bias or norm weight [d] from fp32 per-trajectory gradients [n, d]; their norms are the caller's."""
+    def vector(self, scores: PackScores, name: str, weight: Parameter, per: Tensor) -> None:
+        """A bias or norm weight [d] from fp32 gradients [own n, d] of this rank's trajectories; norms: the caller's."""
 
-    def rows(self, scores: PackScores, name: str, owner: Tensor, index: Tensor, rows: Tensor) -> None:
+    def rows(
+        self, scores: PackScores, name: str, weight: Parameter, owner: Tensor, index: Tensor, rows: Tensor
+    ) -> None:
         """An embedding from fp32 rows [m, d]: row j is trajectory owner[j]'s gradient of row index[j]."""
+
+
+def main_gradient(parameter: Parameter) -> Tensor:
+    """The fp32 gradient that Megatron's DDP reduces and its optimizer reads."""
+    return parameter.main_grad  # type: ignore[attr-defined]
 
 
 def crossover(d_in: int, d_out: int) -> int:
@@ -89,20 +98,48 @@ def accumulate_limit(d_in: int, d_out: int) -> int:
     return min(crossover(d_in, d_out), 3 * passes // 2)
 
 
-def add_gram_norms(scores: PackScores, members: Sequence[int], inputs: Tensor, grads: Tensor) -> None:
-    """Add |W_i|^2 of ``members`` to ``scores.owned`` without forming W_i."""
-    short = [i for i in members if scores.length(i) <= BATCHED_TOKENS]
-    for chosen, positions in scores.gram_buckets(short):
-        a, g = _picked(inputs, positions), _picked(grads, positions)
-        gram = torch.bmm(a, a.transpose(1, 2)).mul_(torch.bmm(g, g.transpose(1, 2)))
-        scores.owned.index_add_(0, chosen, gram.sum((1, 2), dtype=torch.float64))
-    for i in members:
-        if scores.length(i) > BATCHED_TOKENS:
-            scores.owned[i] += _triangular_gram(inputs[scores.segment(i)], grads[scores.segment(i)])
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32, whatever their dtype."""
+    if a.dtype is torch.float32:
+        return a @ b
+    if a.is_cuda:  # the matrix units accumulate in fp32: keep what they have
+        return torch.bmm(a, b, out_dtype=torch.float32) if a.dim() == 3 else torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _add_product(total: Tensor, grads: Tensor, factors: Tensor, inputs: Tensor) -> None:
+    """total += sum_t factors[t] grads[t]^T inputs[t]."""
+    scaled = (grads.float() * factors[:, None]).to(grads.dtype).t()
+    if total.dtype is torch.float32 and grads.dtype is torch.float32:
+        total.addmm_(scaled, inputs)
+    else:
+        total.add_(_product(scaled, inputs))
+
+
+def add_gram_norms(scores: PackScores, tokens: Tokens, limit: int, inputs: Tensor, grads: Tensor) -> None:
+    """Add |W_i|^2 of trajectories of at most ``limit`` tokens without forming W_i.
+
+    Where ranks hold different tokens of a trajectory, every rank multiplies its rows with all of them.
+    """
+    alone = tokens.group is None
+    buckets = tokens.buckets(min(limit, BATCHED_TOKENS) if alone else limit)
+    if buckets:
+        all_inputs, all_grads = tokens.gather(inputs), tokens.gather(grads)
+        for members, local, whole in buckets:
+            gram = _product(_picked(inputs, local), _picked(all_inputs, whole).transpose(1, 2))
+            gram *= _product(_picked(grads, local), _picked(all_grads, whole).transpose(1, 2))
+            scores.owned.index_add_(0, members, gram.sum((1, 2), dtype=torch.float64))
+    if alone:
+        for i, length in enumerate(tokens.whole.counts):
+            if BATCHED_TOKENS < length <= limit:
+                rows = tokens.local.rows(i)
+                scores.owned[i] += _triangular_gram(inputs[rows], grads[rows])
 
 
 def _picked(values: Tensor, positions: Tensor) -> Tensor:
-    """values [T, d] at positions [m, t] -> [m, t, d]; a position beyond the end reads as zeros."""
+    """values [R, d] at positions [m, t] -> [m, t, d]; position R reads as zeros."""
+    if not len(values):
+        return values.new_zeros(*positions.shape, values.shape[1])
     inside = positions < values.shape[0]
     return values[positions.clamp(max=values.shape[0] - 1)] * inside[..., None]
 
@@ -112,122 +149,128 @@ def _triangular_gram(a: Tensor, g: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=a.device)
     for start in range(0, len(a), GRAM_BLOCK):
         rows_a, rows_g = a[start : start + GRAM_BLOCK], g[start : start + GRAM_BLOCK]
-        total += (rows_a @ rows_a.t()).mul_(rows_g @ rows_g.t()).sum(dtype=torch.float64)
+        total += _product(rows_a, rows_a.t()).mul_(_product(rows_g, rows_g.t())).sum(dtype=torch.float64)
         if start:
-            total += 2 * (rows_a @ a[:start].t()).mul_(rows_g @ g[:start].t()).sum(dtype=torch.float64)
+            below = _product(rows_a, a[:start].t()).mul_(_product(rows_g, g[:start].t()))
+            total += 2 * below.sum(dtype=torch.float64)
     return total
 
 
-def _explicit(scores: PackScores, i: int, inputs: Tensor, grads: Tensor) -> Tensor:
-    """W_i [d_out, d_in]; its squared norm is recorded."""
-    w = grads[scores.segment(i)].t() @ inputs[scores.segment(i)]
-    scores.owned[i] += torch.linalg.vector_norm(w, dtype=torch.float32).double().square()
+def _explicit(scores: PackScores, tokens: Tokens, i: int, inputs: Tensor, grads: Tensor) -> Tensor:
+    """This rank's summand of W_i [d_out, d_in], fp32; the squared norm of the whole is recorded."""
+    rows = tokens.local.rows(i)
+    w = _product(grads[rows].t(), inputs[rows])
+    scores.owned[i] += tokens.squared_norm(w)
     return w
 
 
-def _rows_of(scores: PackScores, members: Sequence[int], *tensors: Tensor) -> list[Tensor]:
-    """The tokens of ``members`` only; the tensors themselves where these are all tokens."""
-    if len(members) == scores.n and scores.segment(scores.n - 1).stop == len(tensors[0]):
-        return list(tensors)
-    return [torch.cat([tensor[scores.segment(i)] for i in members]) for tensor in tensors]
+def _split(tokens: Tokens, limit: int) -> tuple[list[int], list[int]]:
+    """Trajectories of at most ``limit`` tokens, and longer ones; none without tokens."""
+    counts = tokens.whole.counts
+    short = [i for i, count in enumerate(counts) if 0 < count <= limit]
+    return short, [i for i, count in enumerate(counts) if count > limit]
 
 
-def _add_product(total: Tensor, grads: Tensor, factors: Tensor, inputs: Tensor) -> None:
-    """total += sum_t factors[t] grads[t]^T inputs[t]."""
-    scaled = grads * factors.to(grads)[:, None]
-    if total.dtype == scaled.dtype:
-        total.addmm_(scaled.t(), inputs)
-    else:
-        total.add_(scaled.t() @ inputs)
+def _rows_of(tokens: Tokens, members: Sequence[int], *values: Tensor) -> list[Tensor]:
+    """This rank's rows of ``members``; the tensors themselves where these are all rows."""
+    if sum(tokens.local.counts[i] for i in members) == len(values[0]):
+        return list(values)
+    return [torch.cat([value[tokens.local.rows(i)] for i in members]) for value in values]
 
 
-class _Main:
-    """Access to the parameters' main gradients."""
-
-    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
-        self._parameters = parameters
-
-    def gradient(self, name: str) -> Tensor:
-        return self._parameters[name].main_grad  # type: ignore[attr-defined]
+def _on_rows(factors: Tensor, ids: Tensor) -> Tensor:
+    """[n] -> one a row of trajectories ``ids``, 0 for a row of none; fp32."""
+    return torch.nn.functional.pad(factors.float(), (0, 1)).to(ids.device)[ids]
 
 
-class Accumulate(_Main):
+class Accumulate:
     """r_i W_i into the main gradient and q_i W_i into the group's accumulator, in the backward."""
 
-    def matrix(self, scores: PackScores, name: str, inputs: Tensor, grads: Tensor) -> None:
-        limit = accumulate_limit(inputs.shape[1], grads.shape[1])
-        r, q = scores.factors
-        main, total, probe = self.gradient(name), scores.accumulator[name], scores.accumulator.probe.get(name)
-        for i in range(scores.n):
-            if scores.length(i) > limit:
-                w = _explicit(scores, i, inputs, grads)
-                main.add_(w, alpha=r[i])
-                total.add_(w, alpha=q[i])
-                if probe is not None:
-                    probe.add_(w[0], alpha=q[i])
-        short = [i for i in range(scores.n) if 0 < scores.length(i) <= limit]
+    def matrix(
+        self, scores: PackScores, tokens: Tokens, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
+    ) -> None:
+        assert scores.coefficients is not None
+        r, q = scores.coefficients.gradient, scores.coefficients.sums
+        main, total, probe = main_gradient(weight), scores.accumulator[name], scores.accumulator.probe.get(name)
+        d_in, d_out = inputs.shape[1], grads.shape[1]
+        # where W_i must be reduced over ranks, its size against that of the rows decides
+        limit = accumulate_limit(d_in, d_out) if tokens.group is None else crossover(d_in, d_out)
+        short, long = _split(tokens, limit)
         if short:
-            add_gram_norms(scores, short, inputs, grads)
-            a, g, segments = _rows_of(scores, short, inputs, grads, scores.pack.segments)
-            _add_product(main, g, scores.on_tokens(r, segments), a)
-            _add_product(total, g, scores.on_tokens(q, segments), a)
+            add_gram_norms(scores, tokens, limit, inputs, grads)
+            a, g, ids = _rows_of(tokens, short, inputs, grads, tokens.local.ids)
+            _add_product(main, g, _on_rows(r, ids), a)
+            _add_product(total, g, _on_rows(q, ids), a)
             if probe is not None:
-                probe.add_((scores.on_tokens(q, segments).to(g) * g[:, 0]) @ a)
+                probe.add_((_on_rows(q, ids) * g[:, 0].float()) @ a.float())
+        for i in long:
+            w = _explicit(scores, tokens, i, inputs, grads)
+            main.add_(w, alpha=float(r[i]))
+            total.add_(w, alpha=float(q[i]))
+            if probe is not None:
+                probe.add_(w[0], alpha=float(q[i]))
 
-    def vector(self, scores: PackScores, name: str, per: Tensor) -> None:
-        r, q = (per.new_tensor(factors) for factors in scores.factors)
-        scores.accumulator[name].add_(q @ per)
-        self.gradient(name).add_(r @ per)
+    def vector(self, scores: PackScores, name: str, weight: Parameter, per: Tensor) -> None:
+        assert scores.coefficients is not None
+        scores.accumulator[name].add_(scores.coefficients.sums[scores.own].to(per) @ per)
+        main_gradient(weight).add_(scores.coefficients.gradient[scores.own].to(per) @ per)
 
-    def rows(self, scores: PackScores, name: str, owner: Tensor, index: Tensor, rows: Tensor) -> None:
-        r, q = (rows.new_tensor(factors) for factors in scores.factors)
+    def rows(
+        self, scores: PackScores, name: str, weight: Parameter, owner: Tensor, index: Tensor, rows: Tensor
+    ) -> None:
+        assert scores.coefficients is not None
+        r, q = (c.to(rows) for c in (scores.coefficients.gradient, scores.coefficients.sums))
         total, probe = scores.accumulator[name], scores.accumulator.probe.get(name)
         total.index_add_(0, index, (rows * q[owner, None]).to(total.dtype))
         if probe is not None:
             probe.add_((rows * q[owner, None])[index == 0].sum(0))
-        self.gradient(name).index_add_(0, index, rows * r[owner, None])
+        main_gradient(weight).index_add_(0, index, rows * r[owner, None])
 
 
 class NormsOnly:
     """Nothing but norms: the first of two passes."""
 
-    def matrix(self, scores: PackScores, name: str, inputs: Tensor, grads: Tensor) -> None:
+    def matrix(
+        self, scores: PackScores, tokens: Tokens, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
+    ) -> None:
         limit = crossover(inputs.shape[1], grads.shape[1])
-        add_gram_norms(scores, [i for i in range(scores.n) if 0 < scores.length(i) <= limit], inputs, grads)
-        for i in range(scores.n):
-            if scores.length(i) > limit:
-                _explicit(scores, i, inputs, grads)
+        short, long = _split(tokens, limit)
+        if short:
+            add_gram_norms(scores, tokens, limit, inputs, grads)
+        for i in long:
+            _explicit(scores, tokens, i, inputs, grads)
 
-    def vector(self, scores: PackScores, name: str, per: Tensor) -> None: ...
+    def vector(self, scores: PackScores, name: str, weight: Parameter, per: Tensor) -> None: ...
 
-    def rows(self, scores: PackScores, name: str, owner: Tensor, index: Tensor, rows: Tensor) -> None: ...
+    def rows(
+        self, scores: PackScores, name: str, weight: Parameter, owner: Tensor, index: Tensor, rows: Tensor
+    ) -> None: ...
 
 
-class Deferred(_Main):
+class Deferred:
     """Keeps what the gradient needs in ``scores.kept``: functions of the final coefficients [n]."""
 
-    def matrix(self, scores: PackScores, name: str, inputs: Tensor, grads: Tensor) -> None:
+    def matrix(
+        self, scores: PackScores, tokens: Tokens, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
+    ) -> None:
         limit = crossover(inputs.shape[1], grads.shape[1])
-        main = self.gradient(name)
-        for i in range(scores.n):
-            if scores.length(i) > limit:
-                scores.kept.append(_later(main, _explicit(scores, i, inputs, grads), i))
-        short = [i for i in range(scores.n) if 0 < scores.length(i) <= limit]
+        main = main_gradient(weight)
+        short, long = _split(tokens, limit)
         if short:
-            add_gram_norms(scores, short, inputs, grads)
-            a, g, segments = _rows_of(scores, short, inputs, grads, scores.pack.segments)
+            add_gram_norms(scores, tokens, limit, inputs, grads)
+            a, g, ids = _rows_of(tokens, short, inputs, grads, tokens.local.ids)
+            scores.kept.append(lambda final: _add_product(main, g, _on_rows(final, ids), a))
+        for i in long:
+            scores.kept.append(_later(main, _explicit(scores, tokens, i, inputs, grads), i))
 
-            def product(final: Tensor) -> None:
-                _add_product(main, g, scores.on_tokens(final.tolist(), segments), a)
+    def vector(self, scores: PackScores, name: str, weight: Parameter, per: Tensor) -> None:
+        main, own = main_gradient(weight), scores.own
+        scores.kept.append(lambda final: main.add_(final[own].to(per) @ per))
 
-            scores.kept.append(product)
-
-    def vector(self, scores: PackScores, name: str, per: Tensor) -> None:
-        main = self.gradient(name)
-        scores.kept.append(lambda final: main.add_(final.to(per) @ per))
-
-    def rows(self, scores: PackScores, name: str, owner: Tensor, index: Tensor, rows: Tensor) -> None:
-        main = self.gradient(name)
+    def rows(
+        self, scores: PackScores, name: str, weight: Parameter, owner: Tensor, index: Tensor, rows: Tensor
+    ) -> None:
+        main = main_gradient(weight)
         scores.kept.append(lambda final: main.index_add_(0, index, rows * final.to(rows)[owner, None]))
 
 
