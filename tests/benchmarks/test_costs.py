@@ -23,27 +23,29 @@ def test_constants_are_those_of_the_learner() -> None:
     assert costs.H100.pass_flops == weight_gradients.PASS_FLOPS_GPU
     for layer in LAYERS:
         assert costs.crossover(*layer) == weight_gradients.crossover(*layer)
-        assert costs.accumulate_limit(*layer, CPU) == weight_gradients.accumulate_limit(*layer)
+        for shared in (False, True):
+            expected = weight_gradients.accumulate_limit(*layer, shared=shared)
+            assert costs.accumulate_limit(*layer, CPU, shared=shared) == expected
 
 
-def counted(mode: str, tokens: int, d_in: int, d_out: int) -> tuple[int, int]:
-    """(FLOPs of the weight gradient and its norm, bytes kept) of one trajectory."""
+def counted(mode: str, tokens: int, d_in: int, d_out: int, n: int = 1) -> tuple[int, int]:
+    """(FLOPs of the weight gradient and its norm, bytes kept) of ``n`` trajectories of one reward."""
     parameter = torch.nn.Parameter(torch.zeros(d_out, d_in))
     parameter.main_grad = torch.zeros(d_out, d_in)
-    ids = torch.zeros(tokens, dtype=torch.long)
-    scores = PackScores(SimpleNamespace(step_rows=(0,), rows=(0,), offset=0, tokens=ids), SimpleNamespace())
-    scores.coefficients = Coefficients(torch.tensor([0.5]).double(), torch.tensor([0.25]).double())
+    ids = torch.arange(n).repeat_interleave(tokens)
+    scores = PackScores(SimpleNamespace(step_rows=range(n), rows=range(n), offset=0, tokens=ids), SimpleNamespace())
+    scores.coefficients = Coefficients(torch.full((n,), 0.5).double(), torch.full((n,), 0.25).double())
     scores.accumulator = Accumulator.zeros({"w": parameter}, torch.float32)
     way = {"accumulate": Accumulate(), "deferred": Deferred(), "two_pass": NormsOnly()}
-    rows = Tokens(TokenRows(ids, 1, [tokens]), None)
+    rows = Tokens(TokenRows(ids, n, [tokens] * n), None)
     # torch counts addmm, not its in-place form
     in_place = {torch.ops.aten.addmm_: lambda _, a, b, *rest, **options: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-        way[mode].matrix(scores, rows, "w", parameter, torch.ones(tokens, d_in), torch.ones(tokens, d_out))
+        way[mode].matrix(scores, rows, "w", parameter, torch.ones(n * tokens, d_in), torch.ones(n * tokens, d_out))
         cells = [cell.cell_contents for apply in scores.kept for cell in apply.__closure__]
         kept = sum(t.numel() * 4 for t in cells if torch.is_tensor(t) and t is not parameter.main_grad and t.dim() == 2)
         for apply in scores.kept:
-            apply(torch.ones(1))
+            apply(torch.ones(n))
     return counter.get_total_flops(), kept
 
 
@@ -58,6 +60,14 @@ def test_flops_and_bytes_are_those_counted(mode: str, layer: tuple[int, int], to
     assert flops == (extra - 2 * product if mode == "two_pass" else extra + product)
     if mode == "deferred":
         assert kept == costs.kept_bytes([tokens], *layer)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_shared_rewards_need_no_second_product(layer: tuple[int, int], tokens: int) -> None:
+    flops, _ = counted("accumulate", tokens, *layer, n=4)
+    product = 2 * tokens * layer[0] * layer[1]
+    assert flops == 4 * (costs.extra_flops("accumulate_shared", tokens, *layer, CPU) + product)
 
 
 def test_the_projection_to_70b() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from vcpo_megatron.learner import weight_gradients
 from vcpo_megatron.learner.score_state import Coefficients, PackScores, TokenRows, Tokens
-from vcpo_megatron.learner.weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly
+from vcpo_megatron.learner.weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly, by_ratio
 
 LENGTHS = (1, 3, 3, 40, 70, 300, 2)
 R = [0.5, -1.0, 0.0, 2.0, 1.0, -0.25, 3.0]
@@ -24,7 +24,7 @@ def scores_of(lengths: tuple[int, ...], padding: int = 0) -> tuple[PackScores, T
     return scores, Tokens(TokenRows(ids, n, list(lengths)), None)
 
 
-@pytest.mark.parametrize("mode", ["accumulate", "deferred", "norms"])
+@pytest.mark.parametrize("mode", ["accumulate", "accumulate shared", "deferred", "norms"])
 @pytest.mark.parametrize(("d_in", "d_out"), [(160, 128), (8, 4)])  # all kinds of norms; all explicit but the shortest
 @pytest.mark.parametrize("padding", [0, 5])
 def test_every_way_gives_the_same(
@@ -41,17 +41,29 @@ def test_every_way_gives_the_same(
     cuts = [tokens.local.rows(i) for i in range(7)]
     parts = [grads[cut].double().t() @ inputs[cut].double() for cut in cuts]
     scores.accumulator = Accumulator.zeros({"w": parameter}, torch.float32)
+    r = R
+    if mode == "accumulate shared":  # two rewards: r_i / q_i is one of two numbers
+        r = [q * (0.75 if i % 2 else -1.25) for i, q in enumerate(Q)]
+        scores.coefficients = Coefficients(torch.tensor(r).double(), torch.tensor(Q).double())
+        assert by_ratio(scores.coefficients) == {-1.25: [0, 2, 4, 6], 0.75: [1, 3, 5]}
+        mode = "accumulate"
     way = {"accumulate": Accumulate(), "deferred": Deferred(), "norms": NormsOnly()}
     way[mode].matrix(scores, tokens, "w", parameter, inputs, grads)
     for apply in scores.kept:
         apply(torch.tensor(R, dtype=torch.float64))
     torch.testing.assert_close(scores.owned, torch.stack([w.square().sum() for w in parts]), rtol=2e-6, atol=0)
-    applied = R if mode != "norms" else [0.0] * len(R)
+    applied = r if mode != "norms" else [0.0] * len(R)
     expected = sum(r * w for r, w in zip(applied, parts, strict=True))
     torch.testing.assert_close(parameter.main_grad.double(), 1 + expected, rtol=1e-4, atol=1e-3)
     if mode == "accumulate":
         sums = sum(q * w for q, w in zip(Q, parts, strict=True))
         torch.testing.assert_close(scores.accumulator["w"].double(), sums, rtol=1e-4, atol=2e-3)
+
+
+def test_ratios_of_trajectories() -> None:
+    r, q = torch.tensor([1.0, 0.0, 3.0, 0.0]).double(), torch.tensor([2.0, 0.0, 6.0, 5.0]).double()
+    assert by_ratio(Coefficients(r, q)) == {0.5: [0, 2], 0.0: [3]}
+    assert by_ratio(Coefficients(r + 1, q)) is None  # an anchor pulls on a trajectory of weight 0
 
 
 def test_bf16_accumulators_know_their_error() -> None:

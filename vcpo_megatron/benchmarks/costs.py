@@ -7,6 +7,7 @@ gradient. A "pass" reads and rewrites every element of a weight-shaped fp32 tens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,9 +61,10 @@ def crossover(d_in: int, d_out: int) -> int:
     return d_in * d_out // (d_in + d_out)
 
 
-def accumulate_limit(d_in: int, d_out: int, machine: Machine) -> int:
-    """Longest trajectory of Gram norms where sums are accumulated."""
-    return min(crossover(d_in, d_out), 3 * machine.pass_flops // 2)
+def accumulate_limit(d_in: int, d_out: int, machine: Machine, *, shared: bool = False) -> int:
+    """Longest trajectory of Gram norms where sums are accumulated; ``shared``: a group's rewards are few numbers."""
+    passes, edge = 3 * machine.pass_flops, crossover(d_in, d_out)
+    return min(edge, math.isqrt(passes * edge) if shared else passes // 2)
 
 
 def gram_flops(tokens: int, d_in: int, d_out: int) -> int:
@@ -87,6 +89,9 @@ def extra_flops(mode: str, tokens: int, d_in: int, d_out: int, machine: Machine)
     if mode == "accumulate":
         short = tokens <= accumulate_limit(d_in, d_out, machine)
         return gram_flops(tokens, d_in, d_out) + product if short else 0
+    if mode == "accumulate_shared":
+        short = tokens <= accumulate_limit(d_in, d_out, machine, shared=True)
+        return gram_flops(tokens, d_in, d_out) if short else 0
     short = tokens <= crossover(d_in, d_out)
     if mode == "deferred":
         return gram_flops(tokens, d_in, d_out) if short else 0
@@ -102,6 +107,8 @@ def extra_traffic(mode: str, tokens: int, d_in: int, d_out: int, machine: Machin
     size = d_in * d_out
     if mode == "accumulate":  # write W, read it for the norm, add it twice (read W, read and write the target)
         return size * 4 * (2 + 3 + 3) if tokens > accumulate_limit(d_in, d_out, machine) else 0
+    if mode == "accumulate_shared":  # short ones: two additions a reward, not a trajectory; left out
+        return size * 4 * (2 + 3 + 3) if tokens > accumulate_limit(d_in, d_out, machine, shared=True) else 0
     if mode == "deferred":
         return size * 4 * (2 + 3) if tokens > crossover(d_in, d_out) else 0
     if mode == "two_pass":
@@ -141,6 +148,7 @@ def project(
     plain = sum(plain_flops(n, *layer) for n in lengths for layer in layers) / machine.flops
     held = {
         "accumulate": accumulator_bytes(shape.parameters / (tensor * pipeline), accumulators),
+        "accumulate_shared": accumulator_bytes(shape.parameters / (tensor * pipeline), accumulators),
         "deferred": float(per_stage * sum(kept_bytes(lengths, *layer, element=2) for layer in layers)),
         "two_pass": 0.0,
         "proxy": 0.0,

@@ -31,7 +31,7 @@ class ReferenceStep:
         self._config = config
         self._parallel = parallel
         self._trainable = trainable
-        self._gradients = [p.main_grad for chunk in trainable.chunks for p in chunk.parameters()]  # type: ignore[attr-defined]
+        self._gradients = [p.main_grad for chunk in trainable.chunks for p in chunk.parameters()]
         self._total = [torch.zeros_like(g) for g in self._gradients]
         self._sums = [torch.zeros_like(g) for g in self._gradients]
 

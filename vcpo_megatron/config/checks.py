@@ -115,8 +115,8 @@ def _experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         )
     if experts.shared_ffn_hidden_size and config.algorithm.row.needs_norms:
         yield (
-            f'algorithm.baseline = "{config.algorithm.row.baseline}": {path} has shared experts (shared_expert_intermediate_size), whose gate '
-            "cannot be separated by trajectory; use another baseline"
+            f'algorithm.baseline = "{config.algorithm.row.baseline}": {path} has shared experts '
+            "(shared_expert_intermediate_size), whose gate cannot be separated by trajectory; use another baseline"
         )
 
 

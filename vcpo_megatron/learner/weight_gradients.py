@@ -15,6 +15,7 @@ Gradients go straight into the parameter's fp32 ``main_grad``; autograd is told 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,7 +26,7 @@ from torch.nn import Parameter
 from . import platform
 
 if TYPE_CHECKING:
-    from .score_state import PackScores, Tokens
+    from .score_state import Coefficients, PackScores, Tokens
 
 #: FLOPs of a matrix product in the time of one pass (read, scale, add) over one fp32 element. Measured on a
 #: CPU core: 13. An H100-class GPU by its data sheet (12 bytes at 3.3 TB/s, 400 TFLOP/s): about 1,500.
@@ -88,14 +89,33 @@ def crossover(d_in: int, d_out: int) -> int:
     return d_in * d_out // (d_in + d_out)
 
 
-def accumulate_limit(d_in: int, d_out: int) -> int:
+def accumulate_limit(d_in: int, d_out: int, *, shared: bool = False) -> int:
     """Longest trajectory whose norm is taken by Gram matrices while sums are accumulated.
 
-    An explicit W_i saves the second product over the tokens that S_g needs, and costs three passes over its
-    elements: 2 T < 3 PASS_FLOPS decides.
+    An explicit W_i costs three passes over its elements. Against it stand a second product over the tokens, for
+    S_g, or, where trajectories share rewards (``shared``), the T^2 (d_in + d_out) FLOPs of the Gram product alone.
     """
-    passes = PASS_FLOPS_GPU if platform.has_gpu() else PASS_FLOPS_CPU
-    return min(crossover(d_in, d_out), 3 * passes // 2)
+    passes, edge = 3 * _pass_flops(), crossover(d_in, d_out)
+    return min(edge, math.isqrt(passes * edge) if shared else passes // 2)
+
+
+def _pass_flops() -> int:
+    return PASS_FLOPS_GPU if platform.has_gpu() else PASS_FLOPS_CPU
+
+
+def by_ratio(coefficients: Coefficients) -> dict[float, list[int]] | None:
+    """Trajectories by r_i / q_i, without those of r_i = q_i = 0; None where some r_i has no q_i.
+
+    Trajectories of one reward share the ratio (without an anchor it is (R_i - m_g) / std_g, to rounding), and so
+    one sum of q_i W_i serves both the gradient and S_g.
+    """
+    classes: dict[float, list[int]] = {}
+    for i, (r, q) in enumerate(zip(coefficients.gradient.tolist(), coefficients.sums.tolist(), strict=True)):
+        if q == 0.0 and r != 0.0:
+            return None
+        if q != 0.0:
+            classes.setdefault(round(r / q, 12), []).append(i)
+    return classes
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -193,22 +213,33 @@ class Accumulate:
         r, q = scores.coefficients.gradient, scores.coefficients.sums
         main, total, probe = main_gradient(weight), scores.accumulator[name], scores.accumulator.probe.get(name)
         d_in, d_out = inputs.shape[1], grads.shape[1]
+        classes = by_ratio(scores.coefficients)
+        shared = classes is not None and 2 * len(classes) <= scores.n
         # where W_i must be reduced over ranks, its size against that of the rows decides
-        limit = accumulate_limit(d_in, d_out) if tokens.group is None else crossover(d_in, d_out)
+        limit = crossover(d_in, d_out) if tokens.group else accumulate_limit(d_in, d_out, shared=shared)
         short, long = _split(tokens, limit)
         if short:
             add_gram_norms(scores, tokens, limit, inputs, grads)
+        if shared and classes is not None:
+            for ratio, members in classes.items():
+                if chosen := sorted(set(members) & set(short)):
+                    a, g, ids = _rows_of(tokens, chosen, inputs, grads, tokens.local.ids)
+                    w = _product((g.float() * _on_rows(q, ids)[:, None]).to(g.dtype).t(), a)
+                    self._add(w, ratio, 1.0, main, total, probe)
+        elif short:
             a, g, ids = _rows_of(tokens, short, inputs, grads, tokens.local.ids)
             _add_product(main, g, _on_rows(r, ids), a)
             _add_product(total, g, _on_rows(q, ids), a)
             if probe is not None:
                 probe.add_((_on_rows(q, ids) * g[:, 0].float()) @ a.float())
         for i in long:
-            w = _explicit(scores, tokens, i, inputs, grads)
-            main.add_(w, alpha=float(r[i]))
-            total.add_(w, alpha=float(q[i]))
-            if probe is not None:
-                probe.add_(w[0], alpha=float(q[i]))
+            self._add(_explicit(scores, tokens, i, inputs, grads), float(r[i]), float(q[i]), main, total, probe)
+
+    def _add(self, w: Tensor, r: float, q: float, main: Tensor, total: Tensor, probe: Tensor | None) -> None:
+        main.add_(w, alpha=r)
+        total.add_(w, alpha=q)
+        if probe is not None:
+            probe.add_(w[0], alpha=q)
 
     def vector(self, scores: PackScores, name: str, weight: Parameter, per: Tensor) -> None:
         assert scores.coefficients is not None
