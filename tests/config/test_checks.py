@@ -160,15 +160,6 @@ def test_splits_of_experts(
     assert not [problem for problem in problems(make(model, *sound)) if not problem.startswith("model.path")]
 
 
-def test_shared_experts_cannot_be_separated(make: Callable[..., RunConfig], make_model: Callable[..., Path]) -> None:
-    shared = {**EXPERTS, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
-    model = ("model.path", make_model(**shared, shared_expert_intermediate_size=6))
-    found = [p for p in problems(make(model)) if not p.startswith("model.path")]
-    assert len(found) == 1 and found[0].startswith('algorithm.baseline = "opob": ') and "shared experts" in found[0]
-    found = problems(make(model, ("algorithm.baseline", "group_mean")))
-    assert not [p for p in found if not p.startswith("model.path")]
-
-
 def test_heads_and_mlp_are_checked_too(make: Callable[..., RunConfig], make_model: Callable[..., Path]) -> None:
     odd = ("model.path", make_model(num_attention_heads=3, num_key_value_heads=1, intermediate_size=9, hidden_size=6))
     found = problems(make(odd, ("parallel.tensor", 2), ("launch.learner_ranks", 2)))

@@ -20,7 +20,7 @@ def logits_each(cases: list[tuple[RunConfig, str | None]]) -> list[dict[str, Any
     platform.prepare()
     from megatron.core import parallel_state
 
-    from vcpo_megatron.learner.checkpoint import load_weights
+    from vcpo_megatron.learner.checkpoint_load import load_weights
     from vcpo_megatron.learner.model import build_model
     from vcpo_megatron.learner.parallel import initialize
     from vcpo_megatron.learner.weights import WeightGatherer
@@ -64,3 +64,27 @@ def _logits(chunks: Any, prompt: torch.Tensor, parallel: Any, size: int) -> torc
     last = parallel.stage_global_rank(parallel.pipeline_size - 1)
     dist.broadcast(whole, last, group=parallel.pipeline_group)
     return whole
+
+
+def logprobs_each(cases: list[tuple[RunConfig, str]], prompts: list[list[int]]) -> list[list[torch.Tensor]]:
+    """For each (run, checkpoint): log-probs [L - 1] of every prompt."""
+    platform.prepare()
+    import numpy as np
+    from megatron.core import parallel_state
+
+    from vcpo_megatron.learner.checkpoint_load import load_weights
+    from vcpo_megatron.learner.model import build_model
+    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.scoring import score_with
+
+    outcomes = []
+    for config, checkpoint in cases:
+        parallel = initialize(config)
+        model, _, shape = build_model(config, parallel, load=False)
+        load_weights(model, Path(checkpoint))
+        model.eval()
+        with torch.no_grad():
+            scored = [score_with(model, shape.vocab_size, parallel, np.asarray(prompt)) for prompt in prompts]
+        outcomes.append([torch.from_numpy(row) for row in scored])
+        parallel_state.destroy_model_parallel()
+    return outcomes

@@ -8,14 +8,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.types import Batch, Group, PolicyVersion, Trajectory, Turn, VersionSpan
 
 VOCABULARY = 30
-_CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "moe": Qwen3MoeConfig}
+_CONFIGS = {
+    "qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "moe": Qwen3MoeConfig, "shared": Qwen2MoeConfig,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "moe": _EXPERTS,
+    "shared": {**_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
+}
 
 
 def make_model_folder(
@@ -26,7 +32,7 @@ def make_model_folder(
     config = _CONFIGS[family](
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=tied,
-        **(_EXPERTS if family == "moe" else {}),
+        **_OPTIONS.get(family, {}),
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():

@@ -113,11 +113,6 @@ def _experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"parallel.tensor = {parallel.tensor}: Megatron trains experts with tensor parallelism only with "
             "parallel.sequence_parallel = true; set it"
         )
-    if experts.shared_ffn_hidden_size and config.algorithm.row.needs_norms:
-        yield (
-            f'algorithm.baseline = "{config.algorithm.row.baseline}": {path} has shared experts '
-            "(shared_expert_intermediate_size), whose gate cannot be separated by trajectory; use another baseline"
-        )
 
 
 def _algorithm(config: RunConfig) -> Iterator[str]:
@@ -264,6 +259,11 @@ def _ports(config: RunConfig) -> Iterator[str]:
 def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """The split of the model, and the lengths of trajectories, against the model's sizes."""
     parallel, path = config.parallel, config.model.path
+    if shape.experts is not None:
+        yield (
+            f"model.path = {path}: {shape.architecture} has experts, which can be converted and served but not yet "
+            "trained; take a dense model"
+        )
     for name, size, what in (
         ("tensor", shape.num_attention_heads, "attention heads"),
         ("tensor", shape.num_key_value_heads, "key-value heads"),

@@ -57,7 +57,8 @@ def weight_problems(folder: Path, shape: ModelShape) -> list[str]:
     if missing and not problems:
         problems.append(
             f"model.path: {folder} lacks {len(missing)} of {len(expected)} tensors of a {shape.architecture} "
-            f"with {shape.num_layers} layers ({_few(missing)}); is the download complete, does config.json belong to it?"
+            f"with {shape.num_layers} layers ({_few(missing)}); is the download complete, and does config.json "
+            "belong to it?"
         )
     if wrong:
         name = wrong[0]

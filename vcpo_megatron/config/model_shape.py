@@ -208,8 +208,9 @@ def _experts(
     count = _positive(values, spelling, problems)
     top_k = _positive(values, "num_experts_per_tok", problems)
     layers = sizes["num_hidden_layers"]
+    dense: tuple[int, ...] = ()
     if rules.experts == "mixtral":
-        width, shared, normalize, dense = sizes["intermediate_size"], 0, True, ()
+        width, shared, normalize = sizes["intermediate_size"], 0, True
     else:
         width, normalize = _positive(values, "moe_intermediate_size", problems), bool(values.get("norm_topk_prob"))
         has_shared = values.get("shared_expert_intermediate_size") is not None

@@ -51,7 +51,6 @@ class FolderWriter:
         self.done = done
         self._stream: Any = None
         self._open_file = ""
-        self._fresh: set[str] = set()
 
     @property
     def bytes_total(self) -> int:
@@ -97,10 +96,8 @@ class FolderWriter:
         if self._open_file != file or self._stream is None:
             self.close()
             path = self._path / file
-            begun = path.exists()
-            self._stream = open(path, "r+b" if begun else "w+b")  # noqa: SIM115
-            if not begun:
-                self._stream.write(self._headers[file])
+            self._stream = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115
+            self._stream.write(self._headers[file])  # again when work is taken up: it may have been cut short
             self._open_file = file
         return self._stream
 

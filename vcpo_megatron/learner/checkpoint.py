@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import queue
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -115,14 +113,3 @@ class Checkpoints:
 
     def _barrier(self) -> None:
         dist.barrier(group=self._parallel.command_group)
-
-
-def load_weights(chunks: Sequence[GPTModel], path: Path) -> None:
-    """Fill ``chunks`` from the checkpoint in ``path``, whatever layout wrote it; collective over all ranks."""
-    wanted = {
-        f"model{number}": {k: v for k, v in chunk.sharded_state_dict().items() if not k.endswith("_extra_state")}
-        for number, chunk in enumerate(chunks)
-    }
-    state = dist_checkpointing.load(wanted, str(path))
-    for number, chunk in enumerate(chunks):
-        chunk.load_state_dict(state[f"model{number}"], strict=False)  # extra states are not parameters

@@ -40,9 +40,10 @@ def stored(megatron_name: str, shape: ModelShape) -> Stored:
     if not found:
         return Stored(megatron_name)
     layer, rest = int(found[1]), _NORMS.get(found[2], found[2])
-    prefix, index, stack = "decoder.layers.", (layer,), (shape.num_layers,)
-    if is_mixed(shape):
-        prefix, index, stack = f"decoder.layers.{layer}.", (), ()
+    stacked = not is_mixed(shape)
+    prefix = "decoder.layers." if stacked else f"decoder.layers.{layer}."
+    index: tuple[int, ...] = (layer,) if stacked else ()
+    stack: tuple[int, ...] = (shape.num_layers,) if stacked else ()
     expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", rest)
     if not expert:
         return Stored(prefix + rest, index, stack)

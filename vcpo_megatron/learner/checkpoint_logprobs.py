@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config.models import RunConfig
 from ..conversion.table import EMBEDDING
 from . import platform
-from .checkpoint import load_weights
+from .checkpoint_load import load_weights
 from .convert import OpenedCheckpoint
 from .model import build_network
 from .parallel import initialize

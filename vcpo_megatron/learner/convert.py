@@ -52,11 +52,17 @@ class Layout:
             (self.tensor, shape.num_attention_heads, "attention heads", "--tensor"),
             (self.tensor, shape.num_key_value_heads, "key-value heads", "--tensor"),
             (self.tensor, shape.ffn_hidden_size, "units of the MLP", "--tensor"),
+            (self.tensor, shape.experts.shared_ffn_hidden_size if shape.experts else 0, "units of the shared expert",
+             "--tensor"),
             (self.tensor, padded, "rows of the padded vocabulary (--vocab-multiple)", "--tensor"),
             (self.pipeline, shape.num_layers, "layers", "--pipeline"),
             (self.expert, experts, "experts", "--expert"),
         ]
-        wrong = [f"{option} {ways} does not divide the {size} {what}" for ways, size, what, option in sizes if size % ways]
+        wrong = [
+            f"{option} {ways} does not divide the {size} {what}"
+            for ways, size, what, option in sizes
+            if size % ways
+        ]
         if wrong:
             raise ConversionError("; ".join(wrong))
 
@@ -142,8 +148,7 @@ def _write_one(
     op, place = family.place(name).row.op, stored(name, shape)
     sources = [folder.tensor(source) for source in family.sources(name, shape)]
     for tensor, source in zip(sources, family.sources(name, shape), strict=True):
-        if not bool(tensor.to(kind).isfinite().all()):
-            raise ConversionError(f"{folder.path}: {source} overflows {str(kind).removeprefix('torch.')}")
+        _require_range(tensor, kind, f"{folder.path}: {source}")
     ways = 1 if op.partition_dim is None or family.is_expert(name) else layout.tensor
     for rank in range(ways):
         shard = op.to_shard(sources, shape, rank, ways, padded).to(kind)
@@ -253,7 +258,7 @@ def export_hf(
         try:
             for number, name in enumerate(opened.names[done:], done + 1):
                 for hf, tensor in opened.parameter(name).items():
-                    _require_finite(tensor.to(kind), hf, kind)
+                    _require_range(tensor, kind, hf)
                     writer.write(hf, tensor)
                     unsynced += tensor.numel() * kind.itemsize
                     bar.add(tensor.numel() * kind.itemsize)
@@ -271,8 +276,9 @@ def export_hf(
         partial.finish()
 
 
-def _require_finite(tensor: Tensor, name: str, kind: torch.dtype) -> None:
-    if not bool(tensor.isfinite().all()):
+def _require_range(tensor: Tensor, kind: torch.dtype, name: str) -> None:
+    """Finite values must stay finite in another dtype."""
+    if tensor.dtype != kind and not bool(tensor.to(kind).isfinite().all()):
         raise ConversionError(f"{name} overflows {str(kind).removeprefix('torch.')}")
 
 

@@ -208,22 +208,21 @@ def build_network(config: RunConfig, parallel: Parallel, family: Family, shape: 
         # Megatron knows some scalings, with constants of its own; here config.json decides about all of them
         model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope, shape.head_dim)
         model.to(platform.device())
-        _mark_tensor_parallel(model, family, parallel)
+        _mark_tensor_parallel(model, family)
         chunks.append(model)
     return chunks
 
 
-def _mark_tensor_parallel(model: GPTModel, family: Family, parallel: Parallel) -> None:
+def _mark_tensor_parallel(model: GPTModel, family: Family) -> None:
     """Tell Megatron which parameters are cut; it does so itself only where it draws random weights.
 
     Without the mark its gradient norm would count the shards of other ranks as copies.
     """
     for name, parameter in model.named_parameters():
-        whole = global_name(model, name)
-        dim = family.partition_dim(whole)
+        dim = family.partition_dim(global_name(model, name))
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
-            size = parallel.expert_tensor_size if family.is_expert(whole) else parallel.tensor_size
-            set_tensor_model_parallel_attributes(parameter, size > 1, dim, 1)
+            # also where it is cut into one part: ranks of one tensor group may hold different whole experts
+            set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
 
 def _load_weights(

@@ -1,8 +1,8 @@
 """Exact per-trajectory squared gradient norms, and weighted gradient sums, in one backward pass.
 
 Every parameter of Megatron's local layers gets its gradient in one of four places: a tensor-parallel
-linear layer (and its bias), the vocabulary-parallel embedding, an RMSNorm, a router. ``attach`` replaces
-the computation of exactly these on the module INSTANCES; no class and no Megatron source is changed. The
+linear layer (and its bias), the vocabulary-parallel embedding, an RMSNorm, a gate of experts. ``attach``
+replaces the computation of exactly these on the module INSTANCES; no class and no Megatron source is changed. The
 activations' gradients are what Megatron computes. The weight gradient is formed trajectory by
 trajectory: with G_i, A_i the output gradients and inputs of trajectory i's tokens, its share is
 W_i = G_i^T A_i, from which |g_i|^2 += |W_i|^2 (never scaled by w, R or std). What else becomes of W_i is in
@@ -23,11 +23,12 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from .layers import RMSNorm
 from .parallel import Parallel
 from .score_experts import ExpertOwners, attach_dispatcher
-from .score_linear import attach_linear, attach_router
+from .score_linear import attach_linear, attach_router, attach_shared_gate
 from .score_state import PackScores, ScoreSwitch
 from .score_vectors import attach_embedding, attach_norm
 
@@ -49,7 +50,7 @@ def attach(
     for the chunk) + name. ``tied``: input and output embedding are one parameter, here or on two stages.
     UnsupportedLayer when a parameter belongs to a module of another kind, before anything was changed.
     """
-    kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, RMSNorm, TopKRouter)
+    kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, RMSNorm, TopKRouter, SharedExpertMLP)
     modules = [(path, module) for path, module in model.named_modules() if isinstance(module, kinds)]
     handled = {id(parameter) for _, module in modules for parameter in module.parameters(recurse=False)}
     parameters = {prefix + name: parameter for name, parameter in model.named_parameters()}
@@ -78,6 +79,8 @@ def attach(
             attach_embedding(module, switch, names, tied=tied)
         elif isinstance(module, RMSNorm):
             attach_norm(module, switch, names, path, parallel)
+        elif isinstance(module, SharedExpertMLP):
+            attach_shared_gate(module, switch, names, parallel.tensor_group)
         else:
             attach_router(module, switch, names, parallel.tensor_group)
     return parameters

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -97,8 +98,19 @@ def attach_linear(
     module._forward_impl = types.MethodType(forward, module)
 
 
+def _gate(
+    scores: PackScores, names: dict[int, str], weight: Parameter, x: Tensor, group: dist.ProcessGroup,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """x W^T for a small matrix that is the same on every tensor rank, of the tokens outside of tensor regions."""
+    call = LinearCall(
+        scores, scores.router_tokens, names[id(weight)], weight, None, None, False, False, False, group, dtype
+    )
+    return ScoredLinear.apply(x, call)
+
+
 def attach_router(module: Any, switch: ScoreSwitch, names: dict[int, str], group: dist.ProcessGroup) -> None:
-    """The gate of a mixture of experts: one matrix, the same on every tensor rank."""
+    """The router of a mixture of experts."""
     original = module.gating
     dtypes = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -107,10 +119,23 @@ def attach_router(module: Any, switch: ScoreSwitch, names: dict[int, str], group
         if scores is None:
             return original(input)
         dtype = dtypes.get(self.config.moe_router_dtype, input.dtype)
-        call = LinearCall(
-            scores, scores.router_tokens, names[id(self.weight)], self.weight, None, None, False, False, False, group,
-            dtype,
-        )  # fmt: skip
-        return ScoredLinear.apply(input, call)
+        return _gate(scores, names, self.weight, input, group, dtype)
 
     module.gating = types.MethodType(gating, module)
+
+
+def attach_shared_gate(module: Any, switch: ScoreSwitch, names: dict[int, str], group: dist.ProcessGroup) -> None:
+    """The sigmoid gate of a shared expert, whose matrices are linear layers like any other."""
+    original = module.forward
+    if module.gate_weight is None:
+        return
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        scores = switch.active()
+        if scores is None:
+            return original(hidden_states)
+        output, _ = MLP.forward(self, hidden_states)
+        gate = _gate(scores, names, self.gate_weight, hidden_states, group, hidden_states.dtype)
+        return output * torch.sigmoid(gate)
+
+    module.forward = types.MethodType(forward, module)
