@@ -61,13 +61,14 @@ def main(argv: list[str]) -> int:
     arguments = parse(argv)
     ways = ["plain", *(way for way in arguments.ways.split(",") if way != "plain")]
     rounds = 2 if arguments.quick else arguments.rounds
-    join_world_of_one()
     results: list[Comparison] = []
     for work in works(arguments):
+        join_world_of_one()
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder), work, ways)
             say = (lambda line: None) if arguments.json else (lambda line: print(line, flush=True))
             results.append(bench.compare(rounds, say))
+            bench.close()
         if not arguments.json:
             print(table(results[-1]), flush=True)
     if arguments.json:

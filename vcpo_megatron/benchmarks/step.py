@@ -157,6 +157,12 @@ class Bench:
             for name in contenders
         }  # fmt: skip
 
+    def close(self) -> None:
+        """Leave the world, so that another model can be measured."""
+        from ..learner.parallel import destroy
+
+        destroy()
+
     def step(self, name: str) -> float:
         """Seconds of one step: of the device on GPUs, of this process's processor time on CPUs."""
         started = _clock()
