@@ -6,8 +6,6 @@ backward, and two more buffers of the gradient's size: the sum over the batch an
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ..algorithm import baselines, importance, normalization
@@ -59,7 +57,7 @@ class ReferenceStep:
             norms.append(float(torch.stack(torch._foreach_norm(self._gradients)).square().sum().sqrt()))
             torch._foreach_add_(self._total, self._gradients, alpha=row.trajectory.reward * scale.inverse_std)
             torch._foreach_add_(self._sums, self._gradients, alpha=scale.inverse_std)
-        log_norm = torch.tensor([math.log(norm) for norm in norms])
+        log_norm = torch.tensor(norms, dtype=torch.float64).log()
         baseline = baselines.opob(torch.tensor(log_ratios), log_norm, rewards)
         torch._foreach_add_(self._total, self._sums, alpha=-baseline.value)
 
