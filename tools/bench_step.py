@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vcpo_megatron.benchmarks.step import CONTENDERS, SHAPES, Bench, Comparison, Work, join_world_of_one, table
+from vcpo_megatron.benchmarks.step import CONTENDERS, SHAPES, Bench, Comparison, Work, join_world_of_one, prepare, table
 
 #: Tokens of a step of the curve, roughly; at least two trajectories.
 CURVE_TOKENS = 4096
@@ -61,6 +61,7 @@ def main(argv: list[str]) -> int:
     arguments = parse(argv)
     ways = ["plain", *(way for way in arguments.ways.split(",") if way != "plain")]
     rounds = 2 if arguments.quick else arguments.rounds
+    prepare()
     results: list[Comparison] = []
     for work in works(arguments):
         join_world_of_one()

@@ -127,6 +127,10 @@ def join_world_of_one() -> None:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def prepare() -> None:
+    """Once a process, before the first ``Bench``."""
     from ..learner import platform
 
     platform.prepare()
