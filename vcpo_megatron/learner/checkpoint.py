@@ -23,7 +23,7 @@ from ..types import PolicyVersion
 from .distributed_optimizer import finish_loading, prepare_to_load
 from .model import padded_vocabulary
 from .parallel import Parallel
-from .step import EssState
+from .step_size import EssState
 from .training import Trainable
 
 #: Tensors of a parameter's shape, so that any layout reads what a sharded optimizer wrote; and the same names
