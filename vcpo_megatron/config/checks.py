@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .load import ConfigError
-from .model_folder import read_model, tokenizer_problems, weight_problems
+from .model_folder import generation_problems, read_model, tokenizer_problems, weight_problems
 from .model_shape import ModelShape
 from .models import RunConfig
 
@@ -31,7 +31,9 @@ def problems(config: RunConfig) -> list[str]:
     except ConfigError as error:
         return found + error.problems
     found += _model_fits(config, shape)
-    return found + weight_problems(config.model.path, shape) + tokenizer_problems(config.model.path, shape)
+    for check in (weight_problems, tokenizer_problems, generation_problems):
+        found += check(config.model.path, shape)
+    return found
 
 
 def _parallel(config: RunConfig) -> Iterator[str]:
