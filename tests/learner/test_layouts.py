@@ -5,7 +5,6 @@ Layouts that share a world size share one launch: starting Megatron's processes 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,11 +98,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], P
 def outcomes(models: dict[tuple[str, bool], Path]) -> dict[str, tuple[RunConfig, dict[str, Any], Oracle]]:
     """One step in every layout, and the oracle's for its model."""
     found, oracles = {}, {}
-    chosen = LAYOUTS
-    if os.environ.get("LAYOUTS_ONLY"):
-        chosen = {n: c for n, c in LAYOUTS.items() if n in os.environ["LAYOUTS_ONLY"].split(",")}
-    for ranks in sorted({case.ranks for case in chosen.values()}):
-        names = [name for name, case in chosen.items() if case.ranks == ranks]
+    for ranks in sorted({case.ranks for case in LAYOUTS.values()}):
+        names = [name for name, case in LAYOUTS.items() if case.ranks == ranks]
         cases = []
         for name in names:
             case = LAYOUTS[name]
@@ -114,13 +110,13 @@ def outcomes(models: dict[tuple[str, bool], Path]) -> dict[str, tuple[RunConfig,
             cases.append((config, [batch]))
             if kind not in oracles:
                 oracles[kind] = oracle_step(model, batch, config)
-        results = run_world(ranks, ONE_STEP, {"cases": cases})
+        results = run_world(ranks, ONE_STEP, {"cases": cases}, timeout_s=60 + 30 * len(cases))
         for name, (config, _), result in zip(names, cases, results, strict=True):
             found[name] = (config, result, oracles[LAYOUTS[name].family, LAYOUTS[name].tied])
     return found
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)  # the first one waits for all worlds
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_step_equals_the_oracle(name: str, outcomes: dict[str, tuple[RunConfig, dict[str, Any], Oracle]]) -> None:
     _, outcome, oracle = outcomes[name]
@@ -245,8 +241,8 @@ BF16_LAYOUTS = [
 def test_bfloat16_with_fp32_gradients(tmp_path: Path) -> None:
     """Activations in bfloat16 (8 bits), sums of gradients in fp32, against the fp64 oracle of the same weights.
 
-    Tolerances are what 8 bits through 4 layers leave: a few per cent of a gradient's scale. Layouts agree with
-    one another no better than that, since their activations are rounded at different places.
+    Tolerances are what 8 bits through 4 layers leave (seen alone: log ratios 0.08, norms 0.5 %, gradients 5 %).
+    Layouts agree with one another no better than that, since their activations are rounded at different places.
     """
     model = make_model_folder(tmp_path / "model", rounded=True)
     batch = make_batch(model)
@@ -257,7 +253,7 @@ def test_bfloat16_with_fp32_gradients(tmp_path: Path) -> None:
         ratios = torch.tensor([row.log_ratio for row in rows], dtype=torch.float64)
         torch.testing.assert_close(ratios, oracle.log_ratios, rtol=0, atol=0.3)
         norms = torch.tensor([row.grad_norm for row in rows], dtype=torch.float64)
-        torch.testing.assert_close(norms[~norms.isnan()], oracle.norms[~norms.isnan()], rtol=0.1, atol=0)
+        torch.testing.assert_close(norms[~norms.isnan()], oracle.norms[~norms.isnan()], rtol=0.03, atol=0)
         for key, gradient in oracle.gradients.items():
             found = outcome["gradients"][key]
             assert found.dtype is torch.float32

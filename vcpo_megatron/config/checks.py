@@ -207,11 +207,6 @@ def _ports(config: RunConfig) -> Iterator[str]:
 def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """The split of the model, and the lengths of trajectories, against the model's sizes."""
     parallel, path = config.parallel, config.model.path
-    if shape.experts is not None:
-        yield (
-            f"model.path = {path}: {shape.architecture} has experts, which can be converted and served but not yet "
-            "trained; take a dense model"
-        )
     for name, size, what in (
         ("tensor", shape.num_attention_heads, "attention heads"),
         ("tensor", shape.num_key_value_heads, "key-value heads"),

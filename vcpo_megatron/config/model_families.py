@@ -69,7 +69,7 @@ QWEN2_MOE = ConfigRules(
     required_values={"hidden_act": "silu", "qkv_bias": True},
     qkv_bias=True,
     window="on",
-    experts="qwen",
+    experts="qwen-shared",
 )  # fmt: skip
 QWEN3_MOE = ConfigRules(
     architecture="Qwen3MoeForCausalLM",

@@ -118,8 +118,8 @@ class ConfigRules:
     window           how an active sliding window is found: "none" (the family knows no windows), "switch"
                      (use_sliding_window and the layers it names), "on" (use_sliding_window: some layer has it),
                      "width" (sliding_window alone)
-    experts          how experts are described: "none", "mixtral" (every layer, intermediate_size wide) or "qwen"
-                     (decoder_sparse_step, mlp_only_layers, moe_intermediate_size)
+    experts          how experts are described: "none", "mixtral" (every layer, intermediate_size wide), "qwen"
+                     (decoder_sparse_step, mlp_only_layers, moe_intermediate_size) or "qwen-shared" (and a shared one)
     moe, expert      HF names of the block with the experts, and of gate, up and down of an expert
     """
 
@@ -219,7 +219,7 @@ def _experts(
         width, shared, normalize = sizes["intermediate_size"], 0, True
     else:
         width, normalize = _positive(values, "moe_intermediate_size", problems), bool(values.get("norm_topk_prob"))
-        has_shared = values.get("shared_expert_intermediate_size") is not None
+        has_shared = rules.experts == "qwen-shared"
         shared = _positive(values, "shared_expert_intermediate_size", problems) if has_shared else 0
         step = _positive(values, "decoder_sparse_step", problems)
         plain = values.get("mlp_only_layers") or []
