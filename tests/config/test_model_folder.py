@@ -35,7 +35,9 @@ def test_a_whole_folder_has_no_problems(model_folder: Path) -> None:
 
 
 def test_llama_has_no_biases_and_defaults_follow_the_heads(make_model: Callable[..., Path]) -> None:
-    folder = make_model(architectures=["LlamaForCausalLM"], model_type="llama", num_key_value_heads=None, tie_word_embeddings=True)
+    folder = make_model(
+        architectures=["LlamaForCausalLM"], model_type="llama", num_key_value_heads=None, tie_word_embeddings=True
+    )
     shape = read_model(folder)
     assert (shape.architecture, shape.num_key_value_heads, shape.head_dim) == ("LlamaForCausalLM", 4, 2)
     assert shape.tie_word_embeddings

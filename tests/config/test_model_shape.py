@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from transformers import PreTrainedConfig
 
+from tests.learner.families import FAMILIES as TESTED
 from vcpo_megatron.config.model_families import FAMILIES, model_shape, rules_for
 from vcpo_megatron.config.model_shape import Experts, ModelShape, ShapeError
 from vcpo_megatron.config.rope import Rope
@@ -174,8 +177,8 @@ def test_options_that_change_nothing_are_accepted(changes):
 
 QWEN3_MOE = {
     **QWEN25, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False,
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 
 
@@ -186,7 +189,9 @@ def test_experts() -> None:
     sparse = shape({**QWEN3_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert [sparse.is_moe(layer) for layer in range(6)] == [False, True, False, False, False, True]
     qwen2 = {**QWEN3_MOE, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
-    assert shape({**qwen2, "shared_expert_intermediate_size": 20, "norm_topk_prob": False}).experts == Experts(128, 8, 768, 20, False, ())
+    assert shape({**qwen2, "shared_expert_intermediate_size": 20, "norm_topk_prob": False}).experts == Experts(
+        128, 8, 768, 20, False, ()
+    )
     mixtral = {**QWEN25, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
     assert shape(mixtral).experts == Experts(8, 2, 4864, 0, True, ())
     assert shape(QWEN25).experts is None
@@ -231,6 +236,15 @@ def test_all_problems_come_in_one_line():
     message = str(caught.value)
     assert all(word in message for word in ("hidden_act", "su", "vocab_size"))
     assert "\n" not in message
+
+
+def test_one_list_of_architectures() -> None:
+    """Documents, the conversion tables and the learner's tests know exactly the families that are accepted."""
+    accepted = {rules.architecture for rules in FAMILIES}
+    root = Path(__file__).parents[2]
+    for document in ("docs/status.md", "docs/conversion.md"):
+        assert set(re.findall(r"`(\w+ForCausalLM)`", (root / document).read_text())) == accepted, document
+    assert {kind.removesuffix("Config") + "ForCausalLM" for kind, _ in TESTED.values()} == accepted
 
 
 def test_family_choice():

@@ -93,13 +93,12 @@ def parser(tokenizer: Any = None) -> RequestParser:
 def test_the_number_of_sequences_is_bounded(body: dict[str, Any], count: int) -> None:
     with pytest.raises(RequestError) as caught:
         parser().parse(body)
-    assert str(caught.value) == (
-        f"a request of {count} sequences (prompts x n): at most 8192; send several requests"
-    )
+    assert str(caught.value) == (f"a request of {count} sequences (prompts x n): at most 8192; send several requests")
 
 
 def test_as_many_as_allowed_are_made() -> None:
-    assert len(parser().parse({"input_ids": [1, 2], "sampling_params": {"n": 8192, "max_new_tokens": 4}}).sequences) == 8192
+    body = {"input_ids": [1, 2], "sampling_params": {"n": 8192, "max_new_tokens": 4}}
+    assert len(parser().parse(body).sequences) == 8192
 
 
 def test_a_text_that_the_tokenizer_cannot_encode_is_the_clients_mistake() -> None:

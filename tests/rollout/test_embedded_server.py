@@ -215,7 +215,7 @@ def test_bad_requests_answer_400_by_name_and_the_server_lives(server: Any, chang
         ("/generate", b"[1]", "object"),
         ("/generate", b"[" * 100_000, "nested too deeply"),
         ("/generate", b'{"input_ids": ' + b"[" * 100_000, "nested too deeply"),
-        ("/pause_generation", b'\xff{}', "JSON"),
+        ("/pause_generation", b"\xff{}", "JSON"),
         ("/abort_request", {}, "rid"),
         ("/end_weight_update", {}, "/begin_weight_update"),
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}, "/begin_weight_update"),

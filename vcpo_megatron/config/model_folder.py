@@ -1,7 +1,7 @@
 """What a Hugging Face model folder says about itself, read as JSON: no torch, no safetensors library.
 
-``weight_problems``, ``tokenizer_problems`` and ``generation_problems`` compare the files beside config.json with it, so that a
-half-downloaded or mixed-up folder is refused before any process starts.
+``weight_problems``, ``tokenizer_problems`` and ``generation_problems`` compare the files beside config.json
+with it, so that a half-downloaded or mixed-up folder is refused before any process starts.
 """
 
 from __future__ import annotations

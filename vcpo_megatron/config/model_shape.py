@@ -328,5 +328,3 @@ def _moe(shape: ModelShape, rules: ConfigRules) -> dict[str, tuple[int, ...]]:
         found |= _gated("mlp.shared_expert", hidden, experts.shared_ffn_hidden_size)
         found["mlp.shared_expert_gate.weight"] = (1, hidden)
     return found
-
-

@@ -81,7 +81,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             raise EnvironmentSetupError(f"{where}: not JSON that can be read ({error}); correct the line") from error
         if not isinstance(record, dict):
             raise EnvironmentSetupError(
-                f"{where}: a JSON {type(record).__name__}, not an object; write {{\"field\": value}}"
+                f'{where}: a JSON {type(record).__name__}, not an object; write {{"field": value}}'
             )
         yield where, record
 
