@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from .load import ConfigError
 from .model_families import model_shape, tensors
@@ -155,7 +155,7 @@ def _entry_fault(entry: Any) -> str:
     return ""
 
 
-def _counts(value: Any) -> bool:
+def _counts(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(_is_count(item) for item in value)
 
 

@@ -91,7 +91,7 @@ def _rope(
     # transformers lets a value beside rope_parameters win, and falls back to max_position_embeddings
     outside = values.get("original_max_position_embeddings")
     if outside is not None:
-        outside = _number(values, "original_max_position_embeddings", "config", problems)
+        outside = _number(values, "original_max_position_embeddings", "", problems)
     original = int(outside or numbers.get("original_max_position_embeddings") or context)
     if kind == "llama3":
         low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
@@ -120,6 +120,6 @@ def _number(merged: Mapping[str, Any], key: str, place: str, problems: list[str]
     value = merged.get(key)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
         return float(value)
-    name = key if key == "rope_theta" else f"{place}.{key}"
+    name = key if key == "rope_theta" or not place else f"{place}.{key}"
     problems.append(f"{name} is missing" if value is None else f"{name} = {value!r} is not a positive number")
     return 1.0
