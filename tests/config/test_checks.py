@@ -178,6 +178,32 @@ def test_a_replayed_run_directory_is_accepted(make: Callable[..., RunConfig], tm
     assert problems(make(*replay, ("rollout.max_running_requests", 1), ("rollout.servers", 99))) == []
 
 
+@pytest.mark.parametrize(("name", "recorded"), [("groups_per_step", 2), ("groups_per_step", 8), ("group_size", 3)])
+def test_a_replay_keeps_the_shape_of_its_batches(
+    make: Callable[..., RunConfig], tmp_path: Path, name: str, recorded: int
+) -> None:
+    (tmp_path / "rollouts.sqlite").touch()
+    replay = [("rollout.engine", "replay"), ("rollout.replay", tmp_path)]
+    sizes = {"groups_per_step": 4, "group_size": 4}
+
+    def record(**changes: int) -> None:
+        lines = [f"{key} = {value}" for key, value in {**sizes, **changes}.items()]
+        # A key that this version does not know: the recorded run may be of another one.
+        (tmp_path / "resolved.toml").write_text("\n".join(["[train]", *lines, "unknown = 1"]))
+
+    record()
+    assert problems(make(*replay)) == []
+    record(**{name: recorded})
+    (problem,) = problems(make(*replay))
+    assert problem == (
+        f"train.{name} = 4: the run recorded in {tmp_path} has {recorded}, and its batches are trained on as they "
+        f"are; set {recorded}"
+    )
+    (tmp_path / "resolved.toml").write_text("[train")
+    (problem,) = problems(make(*replay))
+    assert "resolved.toml" in problem
+
+
 def test_all_are_reported_together(make: Callable[..., RunConfig]) -> None:
     changes = [change for changes, start, _ in BAD if start in {
         "parallel.sequence_parallel = true", "train.group_size = 1", "optimizer.warmup_steps = 10",

@@ -8,12 +8,14 @@ directory) belong to the launcher; those of an environment to the environment.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from .load import ConfigError
+from .load import ConfigError, read_toml
 from .methods import ORDERED_SURROGATES
-from .model_folder import read_model, tokenizer_problems, weight_problems
+from .model_folder import generation_problems, read_model, tokenizer_problems, weight_problems
 from .model_shape import ModelShape
 from .models import RunConfig
+from .run_directory import RunDirectory
 
 
 def problems(config: RunConfig) -> list[str]:
@@ -32,7 +34,9 @@ def problems(config: RunConfig) -> list[str]:
     except ConfigError as error:
         return found + error.problems
     found += _model_fits(config, shape)
-    return found + weight_problems(config.model.path, shape) + tokenizer_problems(config.model.path, shape)
+    for check in (weight_problems, tokenizer_problems, generation_problems):
+        found += check(config.model.path, shape)
+    return found
 
 
 def _parallel(config: RunConfig) -> Iterator[str]:
@@ -41,8 +45,7 @@ def _parallel(config: RunConfig) -> Iterator[str]:
     sizes = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {replica}"
     if ranks % replica:
         yield (
-            f"launch.learner_ranks = {ranks}: not a multiple of {sizes}; "
-            f"{max(1, ranks // replica) * replica} would be"
+            f"launch.learner_ranks = {ranks}: not a multiple of {sizes}; {max(1, ranks // replica) * replica} would be"
         )
     elif (replicas := config.data_parallel // config.spread) > config.train.groups_per_step:
         shared = f" / {config.spread} that share experts" if config.spread > 1 else ""
@@ -231,6 +234,28 @@ def _replay(config: RunConfig) -> Iterator[str]:
         yield f"rollout.replay = {rollout.replay}: no such folder"
     elif not (rollout.replay / "rollouts.sqlite").is_file():
         yield f"rollout.replay = {rollout.replay}: has no rollouts.sqlite, so it is no run directory"
+    else:
+        yield from _recorded_batches(config, rollout.replay)
+
+
+def _recorded_batches(config: RunConfig, directory: Path) -> Iterator[str]:
+    """A replay takes the recorded batches as they are, so both runs must give them one shape."""
+    path = RunDirectory(directory).resolved
+    if not path.is_file():
+        return  # the orchestrator compares with the rollouts themselves
+    try:
+        recorded = read_toml(path).get("train")
+    except ConfigError as error:
+        yield from error.problems
+        return
+    for name in ("groups_per_step", "group_size"):
+        value = recorded.get(name) if isinstance(recorded, dict) else None
+        here = getattr(config.train, name)
+        if value is not None and value != here:
+            yield (
+                f"train.{name} = {here}: the run recorded in {directory} has {value}, and its batches are trained on "
+                f"as they are; set {value}"
+            )
 
 
 def _files(config: RunConfig) -> Iterator[str]:
