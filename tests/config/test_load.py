@@ -241,3 +241,8 @@ def test_overrides_on_a_loaded_config(file: Path) -> None:
     changed = with_overrides(config, ["train.steps=9"])
     different = {key for key, value in flatten(changed).items() if flatten(config)[key] != value}
     assert different == {"train.steps"} and changed.train.steps == 9
+
+
+def test_a_byte_order_mark_at_the_start_of_the_file_is_no_text(file: Path) -> None:
+    file.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
+    assert load_config(file).train.steps == 3

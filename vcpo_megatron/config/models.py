@@ -150,7 +150,11 @@ class EnvironmentConfig(Section):
 class StalenessConfig(Section):
     max_staleness: int = Field(4, ge=0)
     lag: Literal["bounded", "exact"] = "bounded"
-    wait_s: float = Field(600.0, gt=0, description="wait for a trajectory at the bound before it is dropped")
+    wait_s: float = Field(
+        600.0,
+        gt=0,
+        description="wait for a trajectory at the bound before it is dropped; an evaluation's sample has as long",
+    )
 
 
 class CheckpointConfig(Section):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..config.models import RunConfig
-from ..config.process import ProcessContext
+from ..config.process import ENDED_BY_ORCHESTRATOR, ProcessContext
 from ..transport.control import (
     BatchReady,
     Checkpoint,
@@ -102,8 +102,8 @@ class Worker:
                     return
                 case Heartbeat():
                     pass
-                case Error(sender, message):
-                    raise ControlError(f"{sender} ended the run: {message}")
+                case Error(_, message):
+                    raise ControlError(f"{ENDED_BY_ORCHESTRATOR}{message}")
                 case other:
                     raise ControlError(f"the learner cannot serve {type(other).__name__}")
 
