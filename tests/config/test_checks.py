@@ -88,6 +88,8 @@ BAD = [
     ([("algorithm.method", "grpo"), ("algorithm.ratio_low", 1.5)], "algorithm.ratio_low = 1.5", "ratio_high = 1.2"),
     ([("algorithm.baseline", "opob_leave_one_out")], 'algorithm.baseline = "opob_leave_one_out"',
      'opob_mode = "deferred" or "two_pass"'),
+    ([("algorithm.opob_mode", "proxy"), ("parallel.pipeline", 2), ("parallel.virtual_pipeline", 2),
+      ("launch.learner_ranks", 2)], 'algorithm.opob_mode = "proxy"', "multiples of the 2 stages"),
     ([("algorithm.opob_accumulator_dtype", "bfloat16"), ("algorithm.opob_mode", "deferred")],
      'algorithm.opob_accumulator_dtype = "bfloat16"', 'only opob_mode = "accumulate"'),
     ([("algorithm.kl_coef", 0.1)], "algorithm.kl_coef = 0.1", "set both or neither"),

@@ -206,10 +206,7 @@ CHECKPOINTS: dict[str, tuple[Case, list[Case]]] = {
     ),
     "moe ep2 distributed": (
         Case(2, {"expert": 2}, "moe", sections=DISTRIBUTED),
-        [
-            Case(2, {"expert": 2}, "moe", sections=DISTRIBUTED),
-            Case(2, {**SP, "expert": 2}, "moe", sections=DISTRIBUTED),
-        ],
+        [Case(2, {"expert": 2, **more}, "moe", sections=DISTRIBUTED) for more in ({}, SP)],
     ),
 }
 

@@ -165,6 +165,11 @@ def _opob_mode(config: RunConfig) -> Iterator[str]:
             f'algorithm.opob_mode = "proxy": groups are spread over ranks with parallel.expert = {parallel.expert}, '
             'where no rank sees a whole one; use "accumulate", "deferred" or "two_pass"'
         )
+    if row.needs_norms and algorithm.opob_mode == "proxy" and parallel.virtual_pipeline > 1:
+        yield (
+            f'algorithm.opob_mode = "proxy": its packs do not come in multiples of the {parallel.pipeline} stages that '
+            f"parallel.virtual_pipeline = {parallel.virtual_pipeline} needs; use another mode or 1"
+        )
     if row.baseline == "opob_leave_one_out" and algorithm.opob_mode == "accumulate":
         yield (
             'algorithm.baseline = "opob_leave_one_out": one sum a group cannot carry a baseline for each trajectory; '
