@@ -40,7 +40,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     directory. Raises ConfigError with all problems.
     """
     path = Path(path)
-    data = _resolve_paths(_read(path), path.parent)
+    data = _resolve_paths(read_toml(path), path.parent)
     return _validated(data, overrides)
 
 
@@ -73,14 +73,15 @@ def flatten(config: RunConfig) -> dict[str, Any]:
 # --- reading ----------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """What ``path`` says, unchecked; raises ConfigError when it cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
     except FileNotFoundError:
         raise ConfigError([f"{path}: no such file"]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read: {error}"]) from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError([f"{path}: not valid TOML: {error}"]) from None
 
 

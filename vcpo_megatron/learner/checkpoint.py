@@ -24,11 +24,12 @@ from .checkpoint_errors import CheckpointError, reading, writing
 from .distributed_optimizer import finish_loading, prepare_to_load
 from .model import padded_vocabulary
 from .parallel import Parallel
-from .step import EssState
+from .step_size import EssState
 from .training import Trainable
 
-#: Tensors of a parameter's shape, so that any layout reads what a sharded optimizer wrote.
-_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+#: Tensors of a parameter's shape, so that any layout reads what a sharded optimizer wrote; and the same names
+#: whether experts have an optimizer of their own (expert parallelism) or not.
+_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 class Checkpoints:
@@ -108,6 +109,8 @@ class Checkpoints:
             "vocabulary": shape.vocab_size,
             "padded vocabulary": padded_vocabulary(self._config, shape),
             "dtype": self._config.model.dtype,
+            # Megatron then keeps a second optimizer, and stores the two in another structure than one
+            "parallel.expert > 1": self._config.parallel.expert > 1,
         }
 
     def _barrier(self) -> None:

@@ -64,7 +64,9 @@ class Worker:
         self._version = PolicyVersion(context.attempt, context.resume_step or 0)
         self._say(Hello(context.token, self._version, self._parallel.world_size))
         self._now("builds the model")
-        trainable = build_trainable(config, self._parallel, load=context.resume_step is None)
+        # a resumed run reads the initial weights only where they are the reference of the KL term
+        initial = context.resume_step is None or config.algorithm.kl_reference == "initial"
+        trainable = build_trainable(config, self._parallel, load=initial)
         self._trainable = trainable
         self._step = VcpoStep(config, self._parallel, trainable)
         self._checkpoints = Checkpoints(config, context.directory, self._parallel, trainable)
