@@ -98,8 +98,8 @@ def rules_for(config: Mapping[str, Any]) -> ConfigRules:
             return rules
         if not architectures and config.get("model_type") == rules.model_type:
             return rules
-    if isinstance(architectures, list) and architectures:
-        named = ", ".join(map(str, architectures))
+    if architectures:
+        named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else repr(architectures)
     else:
         named = f"model_type {config.get('model_type')!r}"
     supported = ", ".join(rules.architecture for rules in FAMILIES)
