@@ -143,6 +143,7 @@ def test_checkpoint_is_free_of_the_layout(models: dict[tuple[str, bool], Path], 
         for name in ("loss", "ess/ratio", "grad_norm/total", "lr/effective"):
             assert loaded["result"].metrics[name] == pytest.approx(saved["result"].metrics[name], rel=1e-4), name
         exact = parallel == {"tensor": 2}
+        assert bool((loaded["random"] == saved["random"]).all()) is exact  # generators belong to ranks of a layout
         for name, parameter in loaded["parameters"].items():
             difference = (parameter - saved["parameters"][name]).abs().max()
             assert difference == 0 if exact else difference < 1e-3, name

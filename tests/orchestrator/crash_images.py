@@ -13,9 +13,10 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +80,10 @@ class Disk:
     kinds: Counter[str] = field(default_factory=Counter)
     _last: str = ""
     _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def alone(self) -> AbstractContextManager[object]:
+        """Nothing else is written inside."""
+        return self._lock
 
     @contextmanager
     def writing(self, kind: str) -> Iterator[None]:
@@ -144,7 +149,21 @@ def watched(disk: Disk) -> Iterator[None]:
             path.with_name(f".{path.name}.1.tmp").unlink()
             atomically(path, text)
 
+    prune = run_directory.RunDirectory.prune
+
+    def prune_watched(self: RunDirectory, *arguments: Any) -> None:
+        with disk.alone():
+            prune(self, *arguments)
+
+    def remove_watched(path: Path) -> None:
+        with disk.writing("prune"):
+            pass  # its manifest is gone, its files are there
+        with disk.writing("prune"):
+            shutil.rmtree(path)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_directory.RunDirectory, "prune", prune_watched)
+        patch.setattr(run_directory, "shutil", SimpleNamespace(rmtree=remove_watched))
         patch.setattr(loop, "RolloutStore", WatchedStore)
         patch.setattr(sinks.JsonlSink, "write", row_by_halves)
         patch.setattr(run_directory, "write_atomically", atomically_watched)

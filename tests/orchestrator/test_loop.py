@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
+from vcpo_megatron.config.run_directory import RunDirectory
 from vcpo_megatron.orchestrator.recorder import Recorder
 from vcpo_megatron.orchestrator.rows import MetricsLog
 from vcpo_megatron.orchestrator.store import RolloutStore
@@ -335,15 +336,16 @@ def test_a_prompt_that_waited_to_be_sampled_again_is_carried_by_the_checkpoint(t
     assert [group.prompt_id for group in second.learner.batches[0].groups] == ["train-70", "train-4"]
 
     class Link:
-        async def checkpoint(self, step: int, state: dict[str, Any]) -> float:
+        async def checkpoint(self, step: int, state: dict[str, Any]) -> Any:
             assert step == 3 and state["requeue"] == [5, 8] and state["environment"] == "f"
-            return 0.0
+            return asyncio.sleep(0, 0.0)
 
     async def main() -> None:
         recorder = Recorder(lambda: RolloutStore(tmp_path / "other.sqlite"))
         await recorder.open()
         trainer = Trainer(
-            config(), Link(), recorder, MetricsLog([], [], 9), version=2, fingerprint="f", requeue=[5, 8]  # type: ignore[arg-type]
+            config(), Link(), recorder, MetricsLog([], [], 9), RunDirectory(tmp_path), version=2, fingerprint="f",  # type: ignore[arg-type]
+            requeue=[5, 8],
         )
         trainer.version = 3
         await trainer.checkpoint()

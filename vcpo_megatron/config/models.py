@@ -109,7 +109,8 @@ class StalenessConfig(Section):
 
 class CheckpointConfig(Section):
     every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end and on a signal")
-    keep_last: int = Field(3, ge=1)
+    keep_last: int = Field(3, ge=1, description="newest complete checkpoints that are kept")
+    keep_best: bool = Field(True, description="keep the checkpoint of the highest held-out accuracy, too")
 
 
 class LaunchConfig(Section):

@@ -6,6 +6,8 @@
       rollouts.sqlite          every group and trajectory (opened by the orchestrator alone)
       checkpoints/step_N/      Megatron distributed checkpoint + manifest.json, written last
       checkpoints/latest       text file "step_N", replaced atomically
+      checkpoints/best         the same for the complete checkpoint of the highest held-out accuracy
+      checkpoints/abandoned/   checkpoints newer than the one that a user went back to
       logs/ROLE.RANK.log       stdout and stderr of every process
       tensorboard/
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ MANIFEST = "manifest.json"
 class Manifest(BaseModel):
     """Completion marker of a checkpoint: written last, and atomically, by learner rank 0.
 
+    ``files`` holds the size in bytes of every other file of the checkpoint, by its path within.
     ``orchestrator`` is the opaque state that the orchestrator handed over with the request
     (data cursor, staleness counters, store position); it is given back unread on resume.
     """
@@ -39,6 +43,7 @@ class Manifest(BaseModel):
     version_number: int
     learner: dict[str, Any]
     orchestrator: dict[str, Any]
+    files: dict[str, int] = {}
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -49,11 +54,16 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY)
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    """Bring a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -97,18 +107,63 @@ class RunDirectory:
         return Manifest.model_validate(json.loads((self.checkpoint(step) / MANIFEST).read_text()))
 
     def complete_steps(self) -> list[int]:
-        """Steps of all complete checkpoints, ascending, whatever else was left behind."""
-        found = self.checkpoints.glob(f"step_*/{MANIFEST}") if self.checkpoints.is_dir() else ()
-        names = (path.parent.name.removeprefix("step_") for path in found)
+        """Steps of all complete checkpoints, ascending, whatever else was left behind.
+
+        Complete: the manifest can be read, and every file that it names has its size.
+        """
+        return sorted(step for step in self._steps() if self._is_complete(step))
+
+    def _steps(self) -> list[int]:
+        """Steps of all checkpoint folders, complete or not."""
+        names = [path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*")]
         return sorted(int(name) for name in names if name.isdecimal())
 
+    def _is_complete(self, step: int) -> bool:
+        try:
+            manifest = self.manifest(step)
+            sizes = {name: (self.checkpoint(step) / name).stat().st_size for name in manifest.files}
+        except (OSError, ValueError):
+            return False
+        return sizes == manifest.files
+
     def complete(self, step: int, manifest: Manifest) -> None:
-        """Mark checkpoint ``step`` complete and make it the latest."""
-        write_atomically(self.checkpoint(step) / MANIFEST, manifest.model_dump_json(indent=1))
+        """Mark checkpoint ``step`` complete and make it the latest, after everything in it is on disk."""
+        folder = self.checkpoint(step)
+        paths = [path for path in folder.rglob("*") if path.name != MANIFEST]
+        for path in [*paths, folder]:
+            _flush(path)
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(paths) if path.is_file()}
+        manifest = manifest.model_copy(update={"files": files})
+        write_atomically(folder / MANIFEST, manifest.model_dump_json(indent=1))
         write_atomically(self.checkpoints / "latest", f"step_{step}\n")
 
-    def prune(self, keep_last: int) -> None:
-        """Remove all but the newest ``keep_last`` complete checkpoints."""
-        for step in self.complete_steps()[:-keep_last]:
-            (self.checkpoint(step) / MANIFEST).unlink()  # no longer complete before it is no longer whole
-            shutil.rmtree(self.checkpoint(step))
+    def mark_best(self, accuracy: Mapping[int, float]) -> int | None:
+        """Point ``best`` to the complete checkpoint of the highest ``accuracy`` (by step); None when none is known."""
+        known = [(accuracy[step], step) for step in self.complete_steps() if step in accuracy]
+        if not known:
+            return None
+        _, best = max(known)
+        write_atomically(self.checkpoints / "best", f"step_{best}\n")
+        return best
+
+    def prune(self, keep_last: int, keep: Collection[int] = ()) -> None:
+        """Remove all but the newest ``keep_last`` complete checkpoints and those in ``keep``, and what interrupted
+        saves left behind before them."""
+        complete = self.complete_steps()
+        kept = {*complete[-keep_last:], *keep}
+        for step in self._steps():
+            if complete and step < complete[-1] and step not in kept:
+                (self.checkpoint(step) / MANIFEST).unlink(missing_ok=True)  # not complete before it is not whole
+                shutil.rmtree(self.checkpoint(step))
+
+    def abandon_after(self, step: int, attempt: int) -> list[int]:
+        """Move every checkpoint newer than ``step`` to ``checkpoints/abandoned``: the run goes on from ``step``, and
+        they are of another future. Returns their steps."""
+        newer = [other for other in self._steps() if other > step]
+        folder = self.checkpoints / "abandoned" / f"attempt_{attempt}"
+        for other in newer:
+            folder.mkdir(parents=True, exist_ok=True)
+            os.replace(self.checkpoint(other), folder / f"step_{other}")
+        if newer:
+            write_atomically(self.checkpoints / "latest", f"step_{step}\n")
+        return newer

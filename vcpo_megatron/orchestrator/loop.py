@@ -152,11 +152,11 @@ class Controller:
         versions = evaluated_versions(plan.step, self._parts.steps, every)
         start = start_of_log(self._context.directory.metrics, plan.step, self._parts.steps, state.get("rows", []),
                              versions)  # fmt: skip
-        self._log = MetricsLog(self._parts.sinks(plan.step), start.versions, self._parts.steps)
+        self._log = MetricsLog(self._parts.sinks(plan.step), start.versions, self._parts.steps, start.written)
         for row in start.rows:
             self._log.add(row)
         trainer = Trainer(
-            self._config, self._link, self._recorder, self._log, version=plan.step,
+            self._config, self._link, self._recorder, self._log, self._context.directory, version=plan.step,
             fingerprint=self._parts.environment.fingerprint, requeue=cursor.requeue,
         )  # fmt: skip
         return trainer, start
@@ -283,6 +283,7 @@ class Controller:
         await self._changes.until(
             lambda: (self._stop.made or evaluation.is_settled(before=self._parts.steps + 1)) or None
         )
+        await trainer.tidy()
 
     async def _next_batch(self, batcher: Batcher, generation: Generation, evaluation: Evaluation) -> Batch | None:
         """The batch of the next step; None when a stop is asked for."""

@@ -4,16 +4,19 @@
                 waits for: StepDone          unblocked by: the learner, or its deadline
 ``checkpoint``  waits for: CheckpointDone    unblocked by: the learner, or its deadline
 
-A step's trained marks are durable before a checkpoint that contains the step is asked for.
+A step's trained marks are durable before a checkpoint that contains the step is asked for. The learner copies its
+state and goes on: a checkpoint that is due is waited for only when the next one is, or at the end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from ..config.models import RunConfig
+from ..config.run_directory import RunDirectory
 from ..types import Batch, StepResult
 from .learner_link import LearnerLink
 from .recorder import Recorder
@@ -31,6 +34,7 @@ class Trainer:
         link: LearnerLink,
         recorder: Recorder,
         log: MetricsLog,
+        directory: RunDirectory,
         *,
         version: int,
         fingerprint: str,
@@ -40,8 +44,10 @@ class Trainer:
         self._link = link
         self._recorder = recorder
         self.log = log
+        self._directory = directory
         self.version = version
         self._saved = version
+        self._saving: asyncio.Task[None] | None = None
         self._fingerprint = fingerprint
         self._requeue = requeue
         self._step_ended = time.monotonic()
@@ -74,15 +80,27 @@ class Trainer:
         self.log.add(step_row(batch, result, counts, times))
 
     async def checkpoint_if_due(self) -> None:
-        """Checkpoint after every ``checkpoint.every`` steps."""
+        """Begin a checkpoint after every ``checkpoint.every`` steps; training goes on while it is written."""
         every = self._config.checkpoint.every
         if every and self.version % every == 0:
-            await self.checkpoint()
+            await self._begin_checkpoint()
 
     async def checkpoint(self) -> None:
-        """Checkpoint the current version unless that was done."""
+        """Checkpoint the current version unless that was done; returns when everything that was begun is complete."""
+        await self._begin_checkpoint()
+        await self.saved()
+
+    async def saved(self) -> None:
+        """Wait for the checkpoint that is being written, if any."""
+        if self._saving is not None:
+            await self._saving
+            self._saving = None
+
+    async def _begin_checkpoint(self) -> None:
+        await self.saved()
         if self.version == self._saved:
             return
+        self._saved = self.version
         store = await self._recorder.write(lambda store: store.state())
         state: dict[str, Any] = {
             "store": store,
@@ -90,6 +108,16 @@ class Trainer:
             "rows": [dict(row) for row in self.log.held],
             "environment": self._fingerprint,
         }
-        seconds = await self._link.checkpoint(self.version, state)
-        self._saved = self.version
-        print(f"checkpoint step_{self.version} written in {seconds:.1f} s", flush=True)
+        done = await self._link.checkpoint(self.version, state)
+        self._saving = asyncio.create_task(self._save(self.version, done))
+
+    async def _save(self, step: int, done: Coroutine[Any, Any, float]) -> None:
+        seconds = await done
+        print(f"checkpoint step_{step} written in {seconds:.1f} s", flush=True)
+        await self.tidy()
+
+    async def tidy(self) -> None:
+        """Mark the checkpoint of the highest held-out accuracy, and remove those that are not to be kept."""
+        best = await asyncio.to_thread(self._directory.mark_best, self.log.accuracy)
+        keep = () if best is None or not self._config.checkpoint.keep_best else (best,)
+        await asyncio.to_thread(self._directory.prune, self._config.checkpoint.keep_last, keep)
