@@ -24,8 +24,10 @@ DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 CHANGEABLE_ON_RESUME = frozenset(
     "train.steps train.eval_every train.max_pack_tokens rollout.servers rollout.port rollout.max_running_requests "
     "rollout.pause_mode rollout.max_restarts rollout.request_timeout_s rollout.start_timeout_s "
-    "rollout.sync_timeout_s staleness.wait_s checkpoint.every checkpoint.keep_last checkpoint.keep_best launch.master_port "
-    "launch.control_port launch.timeout_s observability.tensorboard observability.watchdog_s".split()
+    "rollout.sync_timeout_s rollout.on_failure rollout.max_prompt_failures rollout.max_failure_ratio staleness.wait_s "
+    "staleness.adaptive staleness.adaptive_ess checkpoint.every checkpoint.keep_last checkpoint.keep_best "
+    "checkpoint.keep_rollouts checkpoint.resume_partial parallel.tensor parallel.pipeline launch.learner_ranks "
+    "launch.master_port launch.control_port launch.timeout_s observability.tensorboard observability.watchdog_s".split()
 )
 
 

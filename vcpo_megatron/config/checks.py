@@ -71,6 +71,12 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
             f'algorithm.is_level = "none": with staleness.max_staleness = {staleness.max_staleness} off-policy data '
             "would be trained on without a correction; set is_level, max_staleness = 0, or allow_uncorrected = true"
         )
+    if staleness.lag == "exact":
+        for key, chosen in (("train.drop_zero_variance", config.train.drop_zero_variance),
+                            ("staleness.adaptive", staleness.adaptive),
+                            ('rollout.on_failure = "resample"', config.rollout.on_failure == "resample")):  # fmt: skip
+            if chosen:
+                yield f'{key}: not possible with staleness.lag = "exact": its batches are fixed before they are sampled'
     base = algorithm.base_ess_ratio
     if base == "auto":
         if staleness.lag == "exact":

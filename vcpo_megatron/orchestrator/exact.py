@@ -32,7 +32,8 @@ from ..rollout.protocol import GenerateResult, ProtocolError, SamplingParams
 from ..transport.control import WeightsReady
 from ..types import Batch, Group, StepResult, Trajectory
 from .evaluation import EVALUATION_GROUP, mean_reward
-from .generation import Cursor, SamplingRules, one_line
+from .failures import one_line
+from .generation import Cursor, SamplingRules
 from .recorder import Recorder, record_whole
 from .store import ResumePlan
 from .tasks import RunError, StopRequest, run_all, run_beside

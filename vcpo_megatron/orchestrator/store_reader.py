@@ -69,6 +69,15 @@ class StoreReader:
         )
         return {row["how"]: row["n"] for row in rows}
 
+    def failures_by_prompt(self) -> dict[str, int]:
+        """Number of failed trajectories of each prompt that has any."""
+        rows = self._rows(
+            "SELECT prompt_id, COUNT(*) FROM trajectories t JOIN groups g USING (group_id) WHERE t.state = ? "
+            "GROUP BY prompt_id",
+            (FAILED,),
+        )
+        return {row[0]: row[1] for row in rows}
+
     def steps_done(self) -> int:
         """Steps recorded, skipped ones included: the number of the policy they made."""
         return int(self._rows("SELECT steps_done FROM progress")[0][0])
@@ -117,15 +126,9 @@ class StoreReader:
 
     def _groups(self, condition: str, parameters: Sequence[Any]) -> list[Group]:
         """Groups with all their trajectories; ``condition`` is a WHERE clause on ``g`` with its ORDER BY."""
-        columns = ", ".join(f"s.{name}" for name in COLUMNS)
-        rows = self._rows(
-            f"SELECT g.prompt_id, g.size, {columns} FROM groups g JOIN samples s USING (group_id) "
-            f"WHERE {condition}, s.sample_index",
-            parameters,
-        )
         members: dict[int, list[Trajectory]] = {}
         heads: dict[int, tuple[str, int]] = {}
-        for row in rows:
+        for row in self._sample_rows(f"{condition}, s.sample_index", parameters):
             heads[row["group_id"]] = row["prompt_id"], row["size"]
             members.setdefault(row["group_id"], []).append(from_row(row, row["prompt_id"], str(self._path)))
         for group_id, (_, size) in heads.items():
@@ -135,3 +138,15 @@ class StoreReader:
                     "the file is damaged, restore it from a copy or start a new run"
                 )
         return [Group(group_id, prompt_id, tuple(members[group_id])) for group_id, (prompt_id, _) in heads.items()]
+
+    def _members(self, condition: str, parameters: Sequence[Any]) -> list[Trajectory]:
+        """Stored trajectories of groups that fit ``condition``, a WHERE clause on ``g``."""
+        rows = self._sample_rows(f"{condition} ORDER BY s.group_id, s.sample_index", parameters)
+        return [from_row(row, row["prompt_id"], str(self._path)) for row in rows]
+
+    def _sample_rows(self, condition: str, parameters: Sequence[Any]) -> list[sqlite3.Row]:
+        columns = ", ".join(f"s.{name}" for name in COLUMNS)
+        return self._rows(
+            f"SELECT g.prompt_id, g.size, {columns} FROM groups g JOIN samples s USING (group_id) WHERE {condition}",
+            parameters,
+        )

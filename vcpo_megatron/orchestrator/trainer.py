@@ -11,6 +11,7 @@ state and goes on: a checkpoint that is due is waited for only when the next one
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from ..config.models import RunConfig
 from ..config.run_directory import RunDirectory
 from ..types import Batch, StepResult
 from .learner_link import LearnerLink
+from .pacing import Pacer
 from .recorder import Recorder
 from .rows import MetricsLog, step_row
 from .store import Counts, RolloutStore
@@ -47,6 +49,8 @@ class Trainer:
         self._directory = directory
         self.version = version
         self._saved = version
+        #: Adaptive staleness, where it is on; it learns of every step.
+        self.pacer: Pacer | None = None
         self._saving: asyncio.Task[None] | None = None
         self._fingerprint = fingerprint
         self._requeue = requeue
@@ -67,6 +71,8 @@ class Trainer:
 
         await self._recorder.write(mark)
         self.version = batch.step + 1
+        if self.pacer is not None:
+            self.pacer.observe(result.metrics.get("ess/ratio", math.nan))
         if result.skipped:
             print(f"step {batch.step} was skipped: {result.skipped}", flush=True)
         return result
@@ -77,7 +83,10 @@ class Trainer:
         now = time.monotonic()
         times = {"time/step": now - self._step_ended, "time/wait_batch": wait_s, "time/sync": sync_s}
         self._step_ended = now
-        self.log.add(step_row(batch, result, counts, times))
+        row = step_row(batch, result, counts, times)
+        if self.pacer is not None:
+            row["staleness/admitted"] = self.pacer.lag
+        self.log.add(row)
 
     async def checkpoint_if_due(self) -> None:
         """Begin a checkpoint after every ``checkpoint.every`` steps; training goes on while it is written."""
@@ -108,6 +117,8 @@ class Trainer:
             "rows": [dict(row) for row in self.log.held],
             "environment": self._fingerprint,
         }
+        if self.pacer is not None:
+            state["pacer"] = self.pacer.state()
         done = await self._link.checkpoint(self.version, state)
         self._saving = asyncio.create_task(self._save(self.version, done))
 
@@ -117,7 +128,13 @@ class Trainer:
         await self.tidy()
 
     async def tidy(self) -> None:
-        """Mark the checkpoint of the highest held-out accuracy, and remove those that are not to be kept."""
+        """Mark the checkpoint of the highest held-out accuracy, and remove those that are not to be kept; the same for
+        the tokens of old rollouts, of which a resume from any checkpoint that is left needs none."""
         best = await asyncio.to_thread(self._directory.mark_best, self.log.accuracy)
         keep = () if best is None or not self._config.checkpoint.keep_best else (best,)
         await asyncio.to_thread(self._directory.prune, self._config.checkpoint.keep_last, keep)
+        steps = await asyncio.to_thread(self._directory.complete_steps)
+        rollouts = self._config.checkpoint.keep_rollouts
+        if rollouts is not None and steps:
+            before = min(steps[0], self.version - rollouts)
+            await self._recorder.write(lambda store: store.prune_samples(before))
