@@ -261,10 +261,9 @@ class Controller:
         pacer = self._pacer(state)
         trainer.pacer = pacer
         batcher = self._batcher(plan, pacer)
-        before = await self._recorder.write(lambda store: store.failures_by_prompt())
         generation = Generation(
             self._parts.environment, fleet, batcher, self._recorder, cursor, self._rules(),
-            self._generation_rules(), plan, prompts=PromptFailures(config.rollout.max_prompt_failures, before),
+            self._generation_rules(), plan, prompts=PromptFailures(config.rollout.max_prompt_failures, plan.failures),
             failures=FailureWindow(_failure_window(config), config.rollout.max_failure_ratio),
         )  # fmt: skip
         evaluation = Evaluation(

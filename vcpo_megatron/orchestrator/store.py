@@ -291,6 +291,7 @@ class RolloutStore(StoreReader):
                 requeue=tuple(row[0] for row in requeue),
                 next_group_id=after["next_group_id"],
                 next_cursor=after["next_cursor"],
+                failures=self.failures_by_prompt(),
             )
 
     def _partial(self, group_id: int) -> PartialGroup:

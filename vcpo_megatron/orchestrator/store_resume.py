@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..types import Group, Trajectory
 from .store_schema import ADMITTED, DROPPED, FAILED, RUN_ENDED, SAMPLED, SUPERSEDED, ZERO_VARIANCE
@@ -33,6 +33,7 @@ class ResumePlan:
     ``partial``   groups that go on with what they have, in order of group id
     ``cursors``   cursor index of each group in ``buffer`` and ``partial``
     ``requeue``   cursor indices to sample again, ascending, before any from ``next_cursor`` on
+    ``failures``  failed trajectories so far, by prompt
     """
 
     step: int
@@ -42,6 +43,7 @@ class ResumePlan:
     next_group_id: int
     next_cursor: int
     partial: tuple[PartialGroup, ...] = ()
+    failures: Mapping[str, int] = field(default_factory=dict)
 
 
 def undo_after(
