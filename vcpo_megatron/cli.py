@@ -1,11 +1,13 @@
 """The command ``vcpo``: parse first, import what a command needs after.
 
-Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 and 143 stopped by a signal.
+Exit codes: 0 done, 1 failed, 2 bad usage or configuration; 130, 143 and 138 stopped by SIGINT, SIGTERM, and by SIGUSR1
+or --max-hours, after a checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -76,6 +78,18 @@ def _add_train(commands: Any) -> None:
         help="go on from the newest complete checkpoint of --run-dir (default: of the newest runs/NAME-*), "
         "with the configuration stored there",
     )
+    parser.add_argument(
+        "--from-step",
+        type=int,
+        metavar="N",
+        help="with --resume: go back to the complete checkpoint step_N; newer ones are moved to checkpoints/abandoned",
+    )
+    parser.add_argument(
+        "--max-hours",
+        type=_hours,
+        metavar="H",
+        help="stop after H hours, with a checkpoint and exit code 138; SIGUSR1 does the same at any time",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     parser.set_defaults(command=_train)
 
@@ -110,6 +124,16 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _hours(text: str) -> float:
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = 0.0
+    if not 0 < hours < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number of hours above 0, as in 23.5")
+    return hours
+
+
 # --- train ------------------------------------------------------------------------------------
 
 
@@ -126,6 +150,8 @@ def _train(args: argparse.Namespace) -> int:
     from .config.load import ConfigError, dump_resolved
 
     try:
+        if args.from_step is not None and not args.resume:
+            raise ConfigError(["--from-step: only with --resume"])
         run = _resumed_run(args) if args.resume else _fresh_run(args)
         plan = _plan(run.config, [*_run_directory_problems(run, args.resume), *_problems(run.config)])
     except ConfigError as error:
@@ -140,7 +166,8 @@ def _train(args: argparse.Namespace) -> int:
     from .config.run_directory import RunDirectory
     from .launch import local
 
-    return local.run(run.config, RunDirectory(run.directory), resume=args.resume)
+    options = local.Options(args.resume, args.from_step, args.max_hours)
+    return local.run(run.config, RunDirectory(run.directory), options)
 
 
 def _fresh_run(args: argparse.Namespace) -> _Run:
