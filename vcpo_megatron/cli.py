@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_serve(commands)
     _add_doctor(commands)
+    _add_report(commands)
     return parser
 
 
@@ -116,6 +117,22 @@ def _add_doctor(commands: Any) -> None:
     )
     parser.add_argument("--config", type=Path, metavar="RUN.toml", help="check this configuration too")
     parser.set_defaults(command=_doctor)
+
+
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="say what a run did",
+        description="Say what became of every trajectory of a run that has ended: the step it was trained at, its "
+        "staleness, weight and reward, or why it was not trained.",
+        epilog="example: vcpo report runs/first --data --step 12",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
+    parser.add_argument("--data", action="store_true", required=True, help="one line a trajectory, of rollouts.sqlite")
+    parser.add_argument("--step", type=int, metavar="N", help="only what step N consumed")
+    parser.add_argument("--prompt", metavar="ID", help="only this prompt")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, then one with the totals")
+    parser.set_defaults(command=_report)
 
 
 def _port(text: str) -> int:
@@ -329,3 +346,21 @@ def _doctor(args: argparse.Namespace) -> int:
             findings.append(Finding("ok", "config", f"{args.config} can run"))
     print(render(findings))
     return FAILED if any(finding.level == "missing" for finding in findings) else DONE
+
+
+# --- report -----------------------------------------------------------------------------------
+
+
+def _report(args: argparse.Namespace) -> int:
+    from .config.process import ERROR_PREFIX
+    from .config.run_directory import RunDirectory
+    from .orchestrator.history import print_history
+    from .orchestrator.store import RolloutStore, StoreError
+
+    try:
+        with RolloutStore.open_readonly(RunDirectory(args.run_dir).store) as store:
+            print_history(store, step=args.step, prompt_id=args.prompt, as_json=args.json)
+    except StoreError as error:
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        return FAILED
+    return DONE

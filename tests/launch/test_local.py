@@ -530,7 +530,8 @@ def test_a_user_goes_back_to_an_older_checkpoint(tmp_path: Path) -> None:
         code, _, err = run.wait()
     assert code == 1 and "step_3 is no complete checkpoint; complete are: step_2, step_4, step_6" in err
     tell = "(home / 'told').write_text(os.environ['VCPO_RESUME_STEP'])\n"
-    with started(tmp_path, resume=True, from_step=2, orchestrator=tell + GOOD_ORCHESTRATOR, learner=GOOD_LEARNER) as run:
+    roles = {"orchestrator": tell + GOOD_ORCHESTRATOR, "learner": GOOD_LEARNER}
+    with started(tmp_path, resume=True, from_step=2, **roles) as run:
         code, out, _ = run.wait()
     assert code == 0 and (tmp_path / "told").read_text() == "2"
     assert "newer checkpoints, now in checkpoints/abandoned/attempt_1: step_4, step_6" in out

@@ -280,6 +280,7 @@ class FakeLearner(threading.Thread):
         self.silent_at: int | None = None
         self.skips: set[int] = set()
         self.sends_weights = True
+        self.ess_ratio = 1.0
         self._synced = True
 
     def run(self) -> None:
@@ -339,7 +340,7 @@ class FakeLearner(threading.Thread):
             for t in group.trajectories
         )
         skipped = "non-finite step" if batch.step in self.skips else ""
-        metrics = {"loss": 0.5, "ess/ratio": 1.0, "time/forward_backward": 0.1}
+        metrics = {"loss": 0.5, "ess/ratio": self.ess_ratio, "time/forward_backward": 0.1}
         client.send(StepDone(StepResult(batch.step, self.version, skipped, metrics, results)))
         self._weights(client)
 

@@ -1,4 +1,4 @@
-"""Failed trajectories in a run: replaced or dropped, prompts set aside, too many; groups of equal rewards; a full disk."""
+"""Failed trajectories in a run, replaced or dropped; prompts set aside; groups of equal rewards; a full disk."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def module_command(process: Process) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """``resume`` continues from the complete checkpoint ``from_step``, by default the newest one, or from the start when
-    there is none. ``max_hours``: the run is stopped after so long, with a checkpoint."""
+    """``resume`` continues from the complete checkpoint ``from_step``, by default the newest one, or from the start
+    when there is none. ``max_hours``: the run is stopped after so long, with a checkpoint."""
 
     resume: bool = False
     from_step: int | None = None

@@ -147,9 +147,12 @@ class Controller:
             state = self._context.directory.manifest(step).orchestrator
             before, now = state.get("environment"), self._parts.environment.fingerprint
             if before != now:
+                section = self._config.environment
+                files = [str(path) for path in (section.data, section.heldout) if path is not None]
+                changed = f"the content of {' or '.join(files)}, or the tokenizer" if files else "the tokenizer"
                 raise RunError(
-                    f"the environment is not that of checkpoint step_{step} (fingerprint {before}, now {now}): resume "
-                    "with the same environment section and files, or start a new run"
+                    f"the environment is not that of checkpoint step_{step} (fingerprint {before}, now {now}): its "
+                    f"configuration is the same, so {changed} has changed; restore it, or start a new run"
                 )
         keep = self._config.checkpoint.resume_partial and self._config.staleness.lag == "bounded" and not self._replays
         plan = await self._recorder.write(

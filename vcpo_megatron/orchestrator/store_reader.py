@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,24 @@ class StoreReader:
         )
         # SQLite has no nan: it keeps one as NULL.
         return [TrajectoryResult(row[0], row[1], *(math.nan if x is None else x for x in row[2:])) for row in rows]
+
+    def history(self, *, step: int | None = None, prompt_id: str | None = None) -> Iterator[dict[str, Any]]:
+        """One row a trajectory, in order of training and then of admission: what became of it, and with which numbers.
+
+        ``step`` and ``prompt_id`` select. ``step`` is None for what was not trained; ``staleness`` is that of the
+        trajectory itself, versions between its oldest token and the step.
+        """
+        wanted = [("g.step = ?", step), ("g.prompt_id = ?", prompt_id)]
+        where = [condition for condition, value in wanted if value is not None] or ["1"]
+        query = (
+            "SELECT g.step, g.prompt_id, g.group_id, t.sample_index, t.state, t.reason, g.step - t.oldest_version AS "
+            "staleness, t.oldest_version, t.newest_version, t.reward, t.weight, t.log_ratio, t.baseline, t.grad_norm "
+            f"FROM trajectories t JOIN groups g USING (group_id) WHERE {' AND '.join(where)} "
+            "ORDER BY g.step IS NULL, g.step, g.position, g.group_id, t.sample_index"
+        )
+        with store_errors(self._path):
+            for row in self._connection.execute(query, [value for _, value in wanted if value is not None]):
+                yield dict(row)
 
     # --- internals ----------------------------------------------------------------------------
 
