@@ -30,6 +30,11 @@ SETTINGS = ("train.steps=1000000", "train.eval_every=0", "checkpoint.every=5", "
 QUICK = ("launch.learner_ranks=1", "parallel.tensor=1", "checkpoint.every=2")
 
 
+def say(line: str) -> None:
+    """Progress goes beside the result."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools/soak.py"
@@ -48,7 +53,7 @@ def main() -> int:
         try:
             faults = soak.soak(
                 attempts, random.Random(options.seed), seconds=0.0 if options.quick else 60 * options.minutes,
-                victims=("learner", "server", "orchestrator"), say=lambda line: print(line, file=sys.stderr, flush=True),
+                victims=("learner", "server", "orchestrator"), say=say,
             )  # fmt: skip
         except soak.SoakError as error:
             print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
