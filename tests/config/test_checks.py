@@ -138,3 +138,16 @@ def test_all_are_reported_together(make: Callable[..., RunConfig]) -> None:
         "parallel.expert = 2", "train.group_size = 1", "optimizer.warmup_steps = 10", "model.path = /nowhere",
         "environment.data = /nowhere.jsonl"} for change in changes]  # fmt: skip
     assert len(problems(make(*changes))) == 5
+
+
+POLICIES = [("train.drop_zero_variance", True), ("staleness.adaptive", True), ("rollout.on_failure", "resample")]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_policies_of_generation_need_a_run_that_generates(
+    make: Callable[..., RunConfig], policy: tuple[str, Any]
+) -> None:
+    assert problems(make(policy)) == []
+    (exact,) = problems(make(policy, ("staleness.lag", "exact")))
+    assert exact.startswith(policy[0]) and "fixes its batches" in exact
+    assert any("trains on what was recorded" in line for line in problems(make(policy, ("rollout.engine", "replay"))))
