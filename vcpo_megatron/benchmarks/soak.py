@@ -97,14 +97,28 @@ class Attempts:
         return len(read_rows(self.directory.metrics))
 
     def wait_for_a_step(self) -> None:
-        """SoakError when the run ends, or takes no step, before there is a row that is new since this attempt cut the
-        metrics back."""
-        assert self.process is not None
-        deadline, least = time.monotonic() + PATIENCE_S, self.rows()
-        while (rows := self.rows()) <= least:
+        """Wait for a row that is new since this attempt cut the metrics back."""
+        least = self.rows()
+
+        def look() -> bool:
+            nonlocal least
+            rows = self.rows()
             least = min(least, rows)
+            return rows > least
+
+        self._wait(look, "further step")
+
+    def wait_for_a_checkpoint(self) -> None:
+        """Wait for the first one."""
+        self._wait(lambda: bool(self.directory.complete_steps()), "checkpoint")
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        """SoakError when the run ends, or ``PATIENCE_S`` pass, before ``condition``."""
+        assert self.process is not None
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SoakError(f"no further step, exit code {self.process.poll()}; see {self._output}")
+                raise SoakError(f"no {what}, exit code {self.process.poll()}; see {self._output}")
             time.sleep(0.05)
 
     def end(self, *, expected: Sequence[int]) -> None:
@@ -128,6 +142,7 @@ def soak(
     deadline, faults, waiting = time.monotonic() + seconds, Counter[str](), list(victims)
     attempts.start()
     try:
+        attempts.wait_for_a_checkpoint()
         while waiting or time.monotonic() < deadline:
             attempts.wait_for_a_step()
             time.sleep(rng.uniform(0.0, 3.0))

@@ -75,8 +75,8 @@ class Checkpoints:
                 reason = f"cannot create {path}: {error.strerror}; free space or fix permissions"
                 raise CheckpointError(reason) from error
         self._barrier()
-        rng.save(path / "rng", self._parallel.rank)
         request = dist_checkpointing.save(self._state(loading=False), str(path), async_sharded_save=True)
+        rng.save(path / "rng", self._parallel.rank)  # after Megatron, which takes a folder with content for a torn save
         learner = {
             "ess": dataclasses.asdict(ess),
             "schedule_steps": self._trainable.schedule.num_steps,
