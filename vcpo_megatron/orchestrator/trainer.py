@@ -129,12 +129,12 @@ class Trainer:
 
     async def tidy(self) -> None:
         """Mark the checkpoint of the highest held-out accuracy, and remove those that are not to be kept; the same for
-        the tokens of old rollouts, of which a resume from any checkpoint that is left needs none."""
+        the tokens of old rollouts, but for those that the newest checkpoints may go back to."""
         best = await asyncio.to_thread(self._directory.mark_best, self.log.accuracy)
         keep = () if best is None or not self._config.checkpoint.keep_best else (best,)
         await asyncio.to_thread(self._directory.prune, self._config.checkpoint.keep_last, keep)
         steps = await asyncio.to_thread(self._directory.complete_steps)
         rollouts = self._config.checkpoint.keep_rollouts
         if rollouts is not None and steps:
-            before = min(steps[0], self.version - rollouts)
+            before = min(steps[-self._config.checkpoint.keep_last :][0], self.version - rollouts)
             await self._recorder.write(lambda store: store.prune_samples(before))
