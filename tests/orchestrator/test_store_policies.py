@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,12 +113,7 @@ def test_groups_in_flight_go_on_with_what_they_have(path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_resumed_run_finishes_groups_in_flight_or_samples_them_anew(tmp_path: Path, keep: bool) -> None:
-    """Of every group of the first attempt one member hangs; the crash comes while it does."""
-
-    def sampled() -> set[str]:
-        with RolloutStore.open_readonly(tmp_path / "rollouts.sqlite") as store:
-            return {f"{t.uid}" for group in store.complete_groups() for t in group.trajectories}
-
+    """The first attempt left two groups with one of two members each."""
     cfg = config(train={"steps": 2}, checkpoint={"every": 1, "resume_partial": keep}, staleness={"max_staleness": 0})
     with RolloutStore(tmp_path / "rollouts.sqlite") as store:
         for group in range(2):
@@ -132,6 +128,18 @@ def test_a_resumed_run_finishes_groups_in_flight_or_samples_them_anew(tmp_path: 
     sent = [event.split()[1] for event in run.clients[0].events if event.startswith("generate")]
     assert any(name.startswith("train-0/0/1/") for name in sent) is keep
     assert not any(name.startswith("train-0/0/0/") for name in sent)
+
+
+def test_a_crash_before_a_group_without_variance_was_dropped(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+        store.admit(0, "train-0", 0, 2, V0)
+        for sample in (0, 1):
+            store.add_trajectory(replace(trajectory(0, sample, V0, prompt_id="train-0"), reward=1.0))
+    run = FakeRun(tmp_path, config(train={"steps": 2, "drop_zero_variance": True}), attempt=2)
+    assert run.run() == "run ended"
+    assert all(group.group_id for batch in run.learner.batches for group in batch.groups)
+    with RolloutStore.open_readonly(tmp_path / "rollouts.sqlite") as store:
+        assert [row["reason"] for row in store.history(prompt_id="train-0")] == ["zero variance"] * 2
 
 
 def test_the_history_answers_from_the_store_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

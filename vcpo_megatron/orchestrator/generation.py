@@ -22,7 +22,7 @@ from ..environments.base import Environment, Example
 from ..rollout.agent_loop import EpisodeError, run_episode
 from ..rollout.fleet import Fleet, Lease
 from ..rollout.protocol import SamplingParams
-from ..types import Batch, Trajectory
+from ..types import Batch, Group, Trajectory
 from .batcher import Batcher
 from .failures import FailureWindow, PromptFailures, one_line
 from .recorder import Recorder
@@ -112,10 +112,17 @@ class Generation:
         self._failures = failures
         self._equal_in_a_row = 0
         self._error: BaseException | None = None
+        # Groups that a crash came too early for: taken out here, before anyone can ask for a batch.
+        self._silent = [group.group_id for group in plan.buffer if self._is_silent(group)]
+        for group_id in self._silent:
+            batcher.remove(group_id)
+            self._positions.pop(group_id)
 
     async def run(self) -> None:
         """Admit groups until cancelled; cancels what is in flight then."""
         try:
+            for group_id in self._silent:
+                await self._drop_silent(group_id)
             for partial in self._partial:
                 await self._go_on(partial)
             while True:
@@ -223,11 +230,18 @@ class Generation:
         if group is None:
             return
         self._failures.success()
-        if not self._rules.drop_zero_variance or len({member.reward for member in group.trajectories}) > 1:
+        if not self._is_silent(group):
             self._equal_in_a_row = 0
             return
         self._batcher.remove(group_id)  # before anyone can take it: nothing was awaited since it became complete
         self._positions.pop(group_id, None)
+        await self._drop_silent(group_id)
+
+    def _is_silent(self, group: Group) -> bool:
+        """Whether the group's rewards are all equal, and such groups are dropped."""
+        return self._rules.drop_zero_variance and len({member.reward for member in group.trajectories}) == 1
+
+    async def _drop_silent(self, group_id: int) -> None:
         self._equal_in_a_row += 1
         await self._recorder.write(lambda store: store.drop(group_id, ZERO_VARIANCE))
         if self._equal_in_a_row >= self._rules.max_zero_variance:
