@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from tests.orchestrator.fake_run import FakeRun, config
 from tests.orchestrator.test_store import V0, check_invariant, sample_group, trajectory
 from vcpo_megatron import cli
-from vcpo_megatron.orchestrator.store import RolloutStore, StoreError
+from vcpo_megatron.orchestrator.store import RolloutStore, StoreError, StoreFullError
 from vcpo_megatron.transport.control import ControlError
 from vcpo_megatron.types import PolicyVersion, TrajectoryResult
 
@@ -164,3 +166,26 @@ def test_the_history_answers_from_the_store_alone(path: Path, capsys: pytest.Cap
     assert "generated 4, queued 0, trained 2, dropped 2, failed 0" in lines[3]
     assert cli.main(["report", str(path.parent / "none"), "--data"]) == 1
     assert "no rollout store at" in capsys.readouterr().err
+
+
+def test_a_limit_on_file_sizes_is_a_full_disk_and_loses_nothing(path: Path) -> None:
+    """The kernel refuses the write, in the middle of a transaction; with the limit gone the same store goes on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with RolloutStore(path) as store:
+        sample_group(store, 0)
+        kept = store.counts()
+        log = path.with_name(path.name + "-wal")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 6000, hard))
+        try:
+            with pytest.raises(StoreFullError, match="cannot grow .*free space on its disk"), store.transaction():
+                for group in range(1, 50):
+                    sample_group(store, group)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+        assert store.counts() == kept
+        sample_group(store, 1)
+        check_invariant(store)
+    with RolloutStore(path) as store:
+        assert [group.group_id for group in store.complete_groups()] == [0, 1]
