@@ -29,6 +29,7 @@ setup(
         "tensorboard>=2.16",
         "rich>=13",
         "aiohttp>=3.9",
+        "jinja2>=3.1",
     ],
     extras_require={
         "parquet": ["pyarrow>=15"],

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "planning": {"config", "launch", "orchestrator.staleness"},
 }
 #: These may import all of ours; ``cli`` only inside functions.
-UNBOUND = {"benchmarks", "cli", "__main__", "__init__"}
+UNBOUND = {"benchmarks", "cli", "cli_convert", "__main__", "__init__"}
 #: Library -> who alone may import it.
 RESERVED: dict[str, tuple[str, ...]] = {
     "megatron": ("learner",),

@@ -28,7 +28,8 @@ CHANGEABLE_ON_RESUME = frozenset(
     "rollout.pause_mode rollout.max_restarts rollout.request_timeout_s rollout.start_timeout_s "
     "rollout.sync_timeout_s rollout.on_failure rollout.max_prompt_failures rollout.max_failure_ratio staleness.wait_s "
     "staleness.adaptive staleness.adaptive_ess checkpoint.every checkpoint.keep_last checkpoint.keep_best "
-    "checkpoint.keep_rollouts checkpoint.resume_partial parallel.tensor parallel.pipeline launch.learner_ranks "
+    "checkpoint.keep_rollouts checkpoint.resume_partial parallel.tensor parallel.pipeline parallel.virtual_pipeline "
+    "parallel.context parallel.expert parallel.expert_tensor parallel.sequence_parallel launch.learner_ranks "
     "launch.master_port launch.control_port launch.timeout_s observability.tensorboard observability.watchdog_s".split()
 )
 
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_serve(commands)
+    _add_convert(commands)
     _add_doctor(commands)
     _add_report(commands)
     return parser
@@ -106,6 +108,12 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=30000, help="0: any free one (default: %(default)s)")
     parser.set_defaults(command=_serve)
+
+
+def _add_convert(commands: Any) -> None:
+    from .cli_convert import add_convert
+
+    add_convert(commands)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -261,12 +269,12 @@ def _problems(config: RunConfig) -> list[str]:
     """Everything that keeps ``config`` from running on any machine."""
     from .config.checks import problems
     from .config.load import ConfigError
-    from .config.model_folder import ModelShape
+    from .config.model_folder import read_model
     from .environments.registry import validate_environment
 
     found = problems(config)
     try:
-        context = config.rollout.context_length or ModelShape.read(config.model.path).context
+        context = config.rollout.context_length or read_model(config.model.path).max_position_embeddings
     except ConfigError:
         return found  # already among them
     of_environment = validate_environment(config.environment, config.model.path, config.train.seed, context)
@@ -316,10 +324,10 @@ def _refuse(problems: Sequence[str]) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     from .config.load import ConfigError
-    from .config.model_folder import ModelShape, tokenizer_problems, weight_problems
+    from .config.model_folder import read_model, tokenizer_problems, weight_problems
 
     try:
-        shape = ModelShape.read(args.model)
+        shape = read_model(args.model)
     except ConfigError as error:
         return _refuse(error.problems)
     if found := weight_problems(args.model, shape) + tokenizer_problems(args.model, shape):

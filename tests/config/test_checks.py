@@ -58,11 +58,15 @@ def test_values_at_the_limit_are_allowed(make: Callable[..., RunConfig], changes
 
 
 BAD = [
-    ([("parallel.context", 2), ("launch.learner_ranks", 2)], "parallel.context = 2", "not supported yet"),
-    ([("parallel.expert", 2)], "parallel.expert = 2", "not supported yet"),
-    ([("parallel.expert_tensor", 2)], "parallel.expert_tensor = 2", "not supported yet"),
-    ([("parallel.virtual_pipeline", 2)], "parallel.virtual_pipeline = 2", "not supported yet"),
-    ([("parallel.sequence_parallel", True)], "parallel.sequence_parallel = true", "not supported yet"),
+    ([("parallel.context", 2)], "launch.learner_ranks = 1", "; 2 would be"),
+    ([("parallel.expert", 2), ("launch.learner_ranks", 2)], "parallel.expert = 2", "has no experts"),
+    ([("parallel.expert_tensor", 2), ("launch.learner_ranks", 2)], "parallel.expert_tensor = 2", "has no experts"),
+    ([("parallel.virtual_pipeline", 2)], "parallel.virtual_pipeline = 2", "needs parallel.pipeline of at least 2"),
+    ([("parallel.virtual_pipeline", 2), ("parallel.pipeline", 2), ("launch.learner_ranks", 2)],
+     "parallel.virtual_pipeline = 2", "= 4 does not divide the 2 layers"),
+    ([("parallel.expert_dispatcher", "allgather"), ("parallel.pipeline", 2), ("launch.learner_ranks", 2)],
+     'parallel.expert_dispatcher = "allgather"', "packs of one length"),
+    ([("parallel.sequence_parallel", True)], "parallel.sequence_parallel = true", "needs parallel.tensor"),
     ([("parallel.tensor", 2), ("launch.learner_ranks", 3)], "launch.learner_ranks = 3", "; 2 would be"),
     ([("parallel.tensor", 2)], "launch.learner_ranks = 1", "; 2 would be"),
     ([("launch.learner_ranks", 5)], "train.groups_per_step = 4", "fewer than the 5 data-parallel replicas"),
@@ -108,11 +112,30 @@ def test_one_problem_is_one_line(
     assert problem.startswith(f"{start}: ") and part in problem
 
 
-def test_tied_embeddings_need_one_stage(make: Callable[..., RunConfig], make_model: Callable[..., Path]) -> None:
-    tied = ("model.path", make_model(tie_word_embeddings=True))
-    assert problems(make(tied)) == []
-    (problem,) = problems(make(tied, ("parallel.pipeline", 2), ("launch.learner_ranks", 2)))
-    assert problem.startswith("parallel.pipeline = 2: ") and "tied embeddings" in problem
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+BAD_EXPERTS = [
+    ([("parallel.expert", 3)], 3, "parallel.expert = 3: does not divide the 4 experts"),
+    ([("parallel.expert", 2)], 3, "parallel.expert = 2: expert x expert_tensor = 2 does not divide the 3 learner"),
+    ([("parallel.expert_tensor", 2)], 2, "parallel.expert_tensor = 2: must be parallel.tensor = 1"),
+    ([("parallel.expert_tensor", 4), ("parallel.expert", 2)], 8, "parallel.expert_tensor = 4: does not divide the 6"),
+    ([("parallel.tensor", 2), ("parallel.expert", 2)], 2, "parallel.tensor = 2: Megatron trains experts with tensor"),
+    ([("parallel.context", 3), ("parallel.expert", 2)], 6, "parallel.expert = 2: expert x expert_tensor = 2 and"),
+]
+
+
+@pytest.mark.parametrize(("changes", "ranks", "start"), BAD_EXPERTS, ids=[start for _, _, start in BAD_EXPERTS])
+def test_splits_of_experts(
+    make: Callable[..., RunConfig], make_model: Callable[..., Path], changes: list[tuple[str, Any]], ranks: int,
+    start: str,
+) -> None:  # fmt: skip
+    model = ("model.path", make_model(**EXPERTS))
+    found = problems(make(model, *changes, ("launch.learner_ranks", ranks), ("train.groups_per_step", 8)))
+    assert [problem for problem in found if problem.startswith("parallel.")][0].startswith(start)
+    sound = (("parallel.expert", 2), ("launch.learner_ranks", 8), ("train.groups_per_step", 4))
+    assert not [problem for problem in problems(make(model, *sound)) if not problem.startswith("model.path")]
 
 
 def test_heads_and_mlp_are_checked_too(make: Callable[..., RunConfig], make_model: Callable[..., Path]) -> None:
@@ -135,8 +158,8 @@ def test_a_replayed_run_directory_is_accepted(make: Callable[..., RunConfig], tm
 
 def test_all_are_reported_together(make: Callable[..., RunConfig]) -> None:
     changes = [change for changes, start, _ in BAD if start in {
-        "parallel.expert = 2", "train.group_size = 1", "optimizer.warmup_steps = 10", "model.path = /nowhere",
-        "environment.data = /nowhere.jsonl"} for change in changes]  # fmt: skip
+        "parallel.sequence_parallel = true", "train.group_size = 1", "optimizer.warmup_steps = 10",
+        "model.path = /nowhere", "environment.data = /nowhere.jsonl"} for change in changes]  # fmt: skip
     assert len(problems(make(*changes))) == 5
 
 

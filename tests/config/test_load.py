@@ -195,8 +195,8 @@ def test_resolved_text_of_a_section(file: Path) -> None:
     config = load_config(file, ["optimizer.lr=1e-6", "environment.fields={question = 'the \"q\"'}"])
     text = dump_resolved(config)
     assert (
-        "[optimizer]\nlr = 1e-06\nweight_decay = 0.1\nbetas = [0.9, 0.999]\neps = 1e-08\nclip_grad = 1.0\n"
-        'schedule = "constant"\nwarmup_steps = 0\n\n[train]\nsteps = 3\n'
+        "[optimizer]\nlr = 1e-06\nweight_decay = 0.1\nbetas = [0.9, 0.999]\neps = 1e-08\n"
+        'distributed = false\noverlap_grad_reduce = false\nclip_grad = 1.0\nschedule = "constant"\n'
     ) in text
     assert 'fields = { question = "the \\"q\\"" }' in text
     assert "opob_accumulators" not in text  # None

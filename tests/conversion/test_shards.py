@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from vcpo_megatron.conversion.errors import ConversionError
-from vcpo_megatron.conversion.families import family_for
+from vcpo_megatron.conversion.families import open_model
 from vcpo_megatron.conversion.hf import HFFolder
 from vcpo_megatron.conversion.shards import load_shard, unconsumed
 from vcpo_megatron.conversion.table import OUTPUT, Family, ModelShape
@@ -73,8 +73,7 @@ def make(kind: str, path: Path, **save: Any) -> PreTrainedModel:
 
 def opened(path: Path) -> Opened:
     folder = HFFolder(path)
-    family = family_for(folder.config)
-    return Opened(folder, family, family.model_shape(folder.config))
+    return Opened(folder, *open_model(folder.config))
 
 
 @pytest.fixture(scope="module")

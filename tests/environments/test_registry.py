@@ -28,7 +28,7 @@ def test_a_user_environment_is_made_by_its_factory(make_tokenizer):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("modular_product", "known are modular_sum"),
+        ("modular_product", "known are arithmetic, modular_sum"),
         ("no_such_package.module:factory", "No module named 'no_such_package'"),
         ("vcpo_megatron.environments.base:nothing", "nothing"),
         ("vcpo_megatron.environments.modular_sum:NAME", "NAME is not callable"),

@@ -29,7 +29,8 @@ def one_step_each(cases: list[tuple[RunConfig, list[Batch]]]) -> list[dict[str, 
         results, gradients = [], {}
         optimizer_step = trainable.optimizer.step
 
-        def watched(optimizer_step=optimizer_step, gatherer=gatherer, gradients=gradients):  # noqa: ANN001, ANN202
+        def watched(optimizer_step=optimizer_step, gatherer=gatherer, gradients=gradients, trainable=trainable):  # noqa: ANN001, ANN202
+            _complete_gradients(trainable)
             gradients.update({k: v.clone() for k, v in gatherer.gather(lambda parameter: parameter.main_grad)})
             return optimizer_step()
 
@@ -45,19 +46,37 @@ def one_step_each(cases: list[tuple[RunConfig, list[Batch]]]) -> list[dict[str, 
     return outcomes
 
 
-def save_and_continue(config: RunConfig, batches: list[Batch], run_dir: str) -> dict[str, Any]:
-    """Step on the first batch, save, step on the second: what a resumed run must repeat."""
-    return _continue(config, batches, run_dir, resume=False)
+def _complete_gradients(trainable: Any) -> None:
+    """With a distributed optimizer a rank's reduced gradient is a part of the buffer: fetch the others'."""
+    for wrapped in trainable.wrapped:
+        if not wrapped.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                parts = bucket.grad_data.chunk(group.size())
+                whole = [torch.empty_like(part) for part in parts]
+                torch.distributed.all_gather(whole, parts[group.rank()].contiguous(), group=group)
+                bucket.grad_data.copy_(torch.cat(whole))
 
 
-def load_and_continue(config: RunConfig, batches: list[Batch], run_dir: str) -> dict[str, Any]:
-    """Load what ``save_and_continue`` saved, in whatever layout, and step on the second batch."""
-    return _continue(config, batches, run_dir, resume=True)
+def save_and_load(
+    saving: RunConfig, loading: list[RunConfig], batches: list[Batch], run_dir: str
+) -> list[dict[str, Any]]:
+    """Step, save, step on; then in each of ``loading``: load, and make that second step again."""
+    return [_continue(saving, batches, run_dir, resume=False), *load_and_continue(loading, batches, run_dir)]
+
+
+def load_and_continue(loading: list[RunConfig], batches: list[Batch], run_dir: str) -> list[dict[str, Any]]:
+    """Load what ``save_and_load`` saved, in each layout, and step on the second batch."""
+    return [_continue(config, batches, run_dir, resume=True) for config in loading]
 
 
 def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: bool) -> dict[str, Any]:
     platform.prepare()
     from pathlib import Path
+
+    from megatron.core import parallel_state
 
     from vcpo_megatron.config.run_directory import RunDirectory
     from vcpo_megatron.learner.checkpoint import Checkpoints
@@ -81,4 +100,6 @@ def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: 
     if not resume:  # the step above was taken while the checkpoint was being written
         assert checkpoints.busy and checkpoints.finished(wait=True)[0] == 1
     parameters = {k: v.clone() for k, v in WeightGatherer(trainable, parallel).gather()}
-    return {"result": result, "parameters": parameters, "steps": trainable.schedule.num_steps, "random": random_numbers}
+    steps = trainable.schedule.num_steps
+    parallel_state.destroy_model_parallel()
+    return {"result": result, "parameters": parameters, "steps": steps, "random": random_numbers}

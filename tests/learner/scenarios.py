@@ -8,21 +8,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.types import Batch, Group, PolicyVersion, Trajectory, Turn, VersionSpan
 
 VOCABULARY = 30
-_CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+_CONFIGS = {
+    "qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "moe": Qwen3MoeConfig, "shared": Qwen2MoeConfig,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "moe": _EXPERTS,
+    "shared": {**_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
+}
 
 
-def make_model_folder(folder: Path, family: str = "qwen2", *, tied: bool = False, layers: int = 4) -> Path:
-    """A random model whose norms and biases are far from their usual 1 and 0."""
+def make_model_folder(
+    folder: Path, family: str = "qwen2", *, tied: bool = False, layers: int = 4, rounded: bool = False
+) -> Path:
+    """A random model whose norms and biases are far from their usual 1 and 0; ``rounded``: exact in bfloat16."""
     torch.manual_seed(7)
     config = _CONFIGS[family](
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=tied,
+        **_OPTIONS.get(family, {}),
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():
@@ -30,11 +40,20 @@ def make_model_folder(folder: Path, family: str = "qwen2", *, tied: bool = False
             parameter.data.normal_(0.6, 0.3)
         else:
             parameter.data.normal_(0.0, 0.25)
+        if rounded:
+            parameter.data.copy_(parameter.data.bfloat16())
     model.save_pretrained(folder)
     return folder
 
 
-def make_config(model: Path, ranks: int, **sections: dict[str, Any]) -> RunConfig:
+def _reference(folder: Path) -> Any:
+    """transformers' own model in fp64; its fused experts know no fp64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def make_config(model: Path, ranks: int, /, **sections: dict[str, Any]) -> RunConfig:
     """A run on ``model``; ``sections`` override single keys."""
     base: dict[str, dict[str, Any]] = {
         "model": {"path": model, "vocab_multiple": 8},
@@ -58,7 +77,7 @@ def make_batch(
     every log ratio of group 1 by that much (far off-policy).
     """
     generator = np.random.default_rng(step)
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    policy = _reference(model)
     groups = []
     for g in range(4):
         members = []
@@ -102,7 +121,7 @@ class Oracle:
 
 def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
     """The method in plain formulas on transformers' own model; shares no code with the learner."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
+    model = _reference(model_folder)
     names = {n: p for n, p in model.named_parameters()}
     rows = [(g, t) for g, group in enumerate(batch.groups) for t in group.trajectories]
     n = len(rows)
@@ -146,4 +165,19 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
         decay = config.optimizer.weight_decay if parameter.dim() > 1 else 0.0
         moved = parameter.detach() * (1 - rate * decay)
         after[name] = moved - rate * g / (g.abs() + config.optimizer.eps)  # Adam's first step
-    return Oracle(loss, log_ratios, norms, baselines, ess, rate, norm, total, after)
+    return Oracle(loss, log_ratios, norms, baselines, ess, rate, norm, _by_expert(total), _by_expert(after))
+
+
+def _by_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers stacks its experts in memory; files and the learner name each by its number."""
+    found = {}
+    for name, tensor in tensors.items():
+        base, _, kind = name.rpartition(".experts.")
+        if not base:
+            found[name] = tensor
+            continue
+        for expert, one in enumerate(tensor):
+            names, pieces = (["down_proj"], [one]) if kind == "down_proj" else (["gate_proj", "up_proj"], one.chunk(2))
+            parts = dict(zip(names, pieces, strict=True))
+            found |= {f"{base}.experts.{expert}.{part}.weight": value for part, value in parts.items()}
+    return found

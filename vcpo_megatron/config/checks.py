@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .load import ConfigError
-from .model_folder import ModelShape, tokenizer_problems, weight_problems
+from .model_folder import read_model, tokenizer_problems, weight_problems
+from .model_shape import ModelShape
 from .models import RunConfig
 
 
 def problems(config: RunConfig) -> list[str]:
     """Everything that keeps ``config`` from being run; empty when nothing does."""
     found = [
-        *_unsupported(config),
         *_parallel(config),
         *_algorithm(config),
         *_generation(config),
@@ -28,19 +28,11 @@ def problems(config: RunConfig) -> list[str]:
         *_ports(config),
     ]
     try:
-        shape = ModelShape.read(config.model.path)
+        shape = read_model(config.model.path)
     except ConfigError as error:
         return found + error.problems
     found += _model_fits(config, shape)
     return found + weight_problems(config.model.path, shape) + tokenizer_problems(config.model.path, shape)
-
-
-def _unsupported(config: RunConfig) -> Iterator[str]:
-    for name in ("virtual_pipeline", "context", "expert", "expert_tensor"):
-        if (value := getattr(config.parallel, name)) > 1:
-            yield f"parallel.{name} = {value}: not supported yet; only 1 is"
-    if config.parallel.sequence_parallel:
-        yield "parallel.sequence_parallel = true: not supported yet; only false is"
 
 
 def _parallel(config: RunConfig) -> Iterator[str]:
@@ -52,16 +44,74 @@ def _parallel(config: RunConfig) -> Iterator[str]:
             f"launch.learner_ranks = {ranks}: not a multiple of {sizes}; "
             f"{max(1, ranks // replica) * replica} would be"
         )
-    elif config.data_parallel > config.train.groups_per_step:
+    elif (replicas := config.data_parallel // config.spread) > config.train.groups_per_step:
+        shared = f" / {config.spread} that share experts" if config.spread > 1 else ""
         yield (
-            f"train.groups_per_step = {config.train.groups_per_step}: fewer than the {config.data_parallel} "
-            f"data-parallel replicas ({ranks} ranks / {sizes}), some would have nothing to train on; "
+            f"train.groups_per_step = {config.train.groups_per_step}: fewer than the {replicas} "
+            f"data-parallel replicas ({ranks} ranks / {sizes}{shared}), some would have nothing to train on; "
             "raise it, or lower launch.learner_ranks"
         )
+    yield from _combinations(config)
     if config.model.vocab_multiple % parallel.tensor:
         yield (
             f"model.vocab_multiple = {config.model.vocab_multiple}: not divisible by parallel.tensor = "
             f"{parallel.tensor}, so the padded vocabulary cannot be split"
+        )
+
+
+def _combinations(config: RunConfig) -> Iterator[str]:
+    """Splits that need each other."""
+    parallel = config.parallel
+    if parallel.sequence_parallel and parallel.tensor == 1:
+        yield "parallel.sequence_parallel = true: needs parallel.tensor of at least 2, whose ranks share the tokens"
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield (
+            f"parallel.virtual_pipeline = {parallel.virtual_pipeline}: needs parallel.pipeline of at least 2; "
+            "with one stage there is nothing to interleave"
+        )
+    if parallel.expert_dispatcher == "allgather" and parallel.pipeline > 1:
+        yield (
+            'parallel.expert_dispatcher = "allgather": needs packs of one length, which pipeline stages do not have; '
+            'use "alltoall"'
+        )
+    stage = config.launch.learner_ranks // parallel.pipeline
+    experts, dense = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
+    if stage % experts:
+        yield (
+            f"parallel.expert = {parallel.expert}: expert x expert_tensor = {experts} does not divide the {stage} "
+            "learner ranks of a pipeline stage"
+        )
+    elif parallel.expert > 1 and experts % dense and dense % experts:
+        yield (
+            f"parallel.expert = {parallel.expert}: expert x expert_tensor = {experts} and tensor x context = {dense} "
+            "must divide one another, so that the ranks of a group's experts are those of its trajectories"
+        )
+
+
+def _experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """The split of experts, and what exact per-trajectory gradients ask of it."""
+    parallel, path, experts = config.parallel, config.model.path, shape.experts
+    if experts is None:
+        for name in ("expert", "expert_tensor"):
+            if (value := getattr(parallel, name)) > 1:
+                yield f"parallel.{name} = {value}: {path} has no experts; use 1"
+        return
+    if experts.count % parallel.expert:
+        yield f"parallel.expert = {parallel.expert}: does not divide the {experts.count} experts of {path}"
+    if experts.ffn_hidden_size % parallel.expert_tensor:
+        yield (
+            f"parallel.expert_tensor = {parallel.expert_tensor}: does not divide the {experts.ffn_hidden_size} units "
+            f"of an expert of {path}"
+        )
+    if parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
+        yield (
+            f"parallel.expert_tensor = {parallel.expert_tensor}: must be parallel.tensor = {parallel.tensor} where "
+            "parallel.expert = 1: Megatron would not sum what copies of an expert on tensor ranks find"
+        )
+    if parallel.tensor > 1 and not parallel.sequence_parallel:
+        yield (
+            f"parallel.tensor = {parallel.tensor}: Megatron trains experts with tensor parallelism only with "
+            "parallel.sequence_parallel = true; set it"
         )
 
 
@@ -172,32 +222,39 @@ def _ports(config: RunConfig) -> Iterator[str]:
 def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """The split of the model, and the lengths of trajectories, against the model's sizes."""
     parallel, path = config.parallel, config.model.path
+    if shape.experts is not None:
+        yield (
+            f"model.path = {path}: {shape.architecture} has experts, which can be converted and served but not yet "
+            "trained; take a dense model"
+        )
     for name, size, what in (
-        ("tensor", shape.heads, "attention heads"),
-        ("tensor", shape.kv_heads, "key-value heads"),
-        ("tensor", shape.ffn, "units of the MLP"),
-        ("pipeline", shape.layers, "layers"),
+        ("tensor", shape.num_attention_heads, "attention heads"),
+        ("tensor", shape.num_key_value_heads, "key-value heads"),
+        ("tensor", shape.ffn_hidden_size, "units of the MLP"),
+        ("pipeline", shape.num_layers, "layers"),
     ):
         if size % (ways := getattr(parallel, name)):
             yield f"parallel.{name} = {ways}: does not divide the {size} {what} of {path}"
-    if shape.tied and parallel.pipeline > 1:
+    stages = parallel.pipeline * parallel.virtual_pipeline
+    if parallel.virtual_pipeline > 1 and shape.num_layers % stages:
         yield (
-            f"parallel.pipeline = {parallel.pipeline}: {path} has tied embeddings (tie_word_embeddings), "
-            "which are not supported with more than one pipeline stage yet; use 1"
+            f"parallel.virtual_pipeline = {parallel.virtual_pipeline}: pipeline x virtual_pipeline = {stages} does not "
+            f"divide the {shape.num_layers} layers of {path}"
         )
+    yield from _experts(config, shape)
     wanted = config.rollout.context_length
-    if wanted is not None and wanted > shape.context:
+    if wanted is not None and wanted > shape.max_position_embeddings:
         yield (
-            f"rollout.context_length = {wanted} exceeds the {shape.context} positions of {path} "
+            f"rollout.context_length = {wanted}: exceeds the {shape.max_position_embeddings} positions of {path} "
             "(max_position_embeddings); lower it"
         )
     elif wanted is not None and config.rollout.max_new_tokens >= wanted:
         yield (
-            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt within "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: leaves no room for a prompt within "
             f"rollout.context_length = {wanted}; lower it or raise rollout.context_length"
         )
-    elif config.rollout.max_new_tokens >= shape.context:
+    elif config.rollout.max_new_tokens >= shape.max_position_embeddings:
         yield (
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: leaves no room for a prompt in the "
-            f"{shape.context} positions of {path} (max_position_embeddings); lower it"
+            f"{shape.max_position_embeddings} positions of {path} (max_position_embeddings); lower it"
         )

@@ -6,6 +6,7 @@ fields must satisfy together is in ``checks.py``; reading TOML and overrides is 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     path: Path = Field(description="Hugging Face folder: config.json, safetensors, tokenizer")
     dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations computed again in the backward: none, attention's inside, or whole layers"
+    )
     vocab_multiple: int = Field(128, ge=1, description="the vocabulary is padded to a multiple of this")
 
 
@@ -31,6 +35,9 @@ class ParallelConfig(Section):
     context: int = Field(1, ge=1)
     expert: int = Field(1, ge=1)
     expert_tensor: int = Field(1, ge=1)
+    expert_dispatcher: Literal["alltoall", "allgather"] = Field(
+        "alltoall", description="how tokens reach the ranks of their experts"
+    )
     sequence_parallel: bool = False
 
 
@@ -61,6 +68,10 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.1, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
+    distributed: bool = Field(False, description="shard optimizer states and main parameters over data-parallel ranks")
+    overlap_grad_reduce: bool = Field(
+        False, description="reduce a bucket of gradients while the baselines of the next one are taken off"
+    )
     clip_grad: float = Field(1.0, ge=0, description="0 turns clipping off")
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
@@ -162,6 +173,14 @@ class RunConfig(Section):
     def data_parallel(self) -> int:
         """Number of data-parallel replicas of the learner."""
         return self.launch.learner_ranks // (self.parallel.tensor * self.parallel.pipeline * self.parallel.context)
+
+    @property
+    def spread(self) -> int:
+        """Data-parallel replicas that share experts, so that a group's trajectories are spread over them."""
+        if self.parallel.expert == 1:
+            return 1
+        dense = self.parallel.tensor * self.parallel.context
+        return math.lcm(dense, self.parallel.expert * self.parallel.expert_tensor) // dense
 
     @property
     def trajectories_per_step(self) -> int:

@@ -1,4 +1,4 @@
-"""Rows that the dense decoders share; a family's table is these plus what sets it apart."""
+"""Rows that the families share; a family's table is these plus what sets it apart."""
 
 from __future__ import annotations
 
@@ -8,46 +8,40 @@ from .table import EMBEDDING, OUTPUT, Row
 _M = "decoder.layers.{layer}."
 _H = "model.layers.{layer}."
 
-DENSE_ROWS = (
-    Row(EMBEDDING, {"model.embed_tokens.weight": "vocab_size hidden_size"}, VocabRows()),
-    Row(_M + "input_layernorm.weight", {_H + "input_layernorm.weight": "hidden_size"}, Replicate()),
+OUTER_ROWS = (
+    Row(EMBEDDING, ("model.embed_tokens.weight",), VocabRows()),
+    Row("decoder.final_layernorm.weight", ("model.norm.weight",), Replicate()),
+    Row(OUTPUT, ("lm_head.weight",), VocabRows()),
+)
+
+ATTENTION_ROWS = (
+    Row(_M + "input_layernorm.weight", (_H + "input_layernorm.weight",), Replicate()),
     Row(
         _M + "self_attention.linear_qkv.weight",
-        {
-            _H + "self_attn.q_proj.weight": "q_size hidden_size",
-            _H + "self_attn.k_proj.weight": "kv_size hidden_size",
-            _H + "self_attn.v_proj.weight": "kv_size hidden_size",
-        },
+        tuple(f"{_H}self_attn.{x}_proj.weight" for x in "qkv"),
         QkvByGroup(),
     ),
-    Row(_M + "self_attention.linear_proj.weight", {_H + "self_attn.o_proj.weight": "hidden_size q_size"}, Cut(1)),
-    Row(_M + "pre_mlp_layernorm.weight", {_H + "post_attention_layernorm.weight": "hidden_size"}, Replicate()),
+    Row(_M + "self_attention.linear_proj.weight", (_H + "self_attn.o_proj.weight",), Cut(1)),
+    Row(_M + "pre_mlp_layernorm.weight", (_H + "post_attention_layernorm.weight",), Replicate()),
+)
+
+MLP_ROWS = (
     Row(
         _M + "mlp.linear_fc1.weight",
-        {
-            _H + "mlp.gate_proj.weight": "ffn_hidden_size hidden_size",
-            _H + "mlp.up_proj.weight": "ffn_hidden_size hidden_size",
-        },
+        (_H + "mlp.gate_proj.weight", _H + "mlp.up_proj.weight"),
         GateUp(),
+        layers="dense",
     ),
-    Row(_M + "mlp.linear_fc2.weight", {_H + "mlp.down_proj.weight": "hidden_size ffn_hidden_size"}, Cut(1)),
-    Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden_size"}, Replicate()),
-    Row(OUTPUT, {"lm_head.weight": "vocab_size hidden_size"}, VocabRows()),
+    Row(_M + "mlp.linear_fc2.weight", (_H + "mlp.down_proj.weight",), Cut(1), layers="dense"),
 )
 
 QKV_BIAS_ROW = Row(
-    _M + "self_attention.linear_qkv.bias",
-    {
-        _H + "self_attn.q_proj.bias": "q_size",
-        _H + "self_attn.k_proj.bias": "kv_size",
-        _H + "self_attn.v_proj.bias": "kv_size",
-    },
-    QkvByGroup(),
+    _M + "self_attention.linear_qkv.bias", tuple(f"{_H}self_attn.{x}_proj.bias" for x in "qkv"), QkvByGroup()
 )
 
 QK_NORM_ROWS = (
-    Row(_M + "self_attention.q_layernorm.weight", {_H + "self_attn.q_norm.weight": "head_dim"}, Replicate()),
-    Row(_M + "self_attention.k_layernorm.weight", {_H + "self_attn.k_norm.weight": "head_dim"}, Replicate()),
+    Row(_M + "self_attention.q_layernorm.weight", (_H + "self_attn.q_norm.weight",), Replicate()),
+    Row(_M + "self_attention.k_layernorm.weight", (_H + "self_attn.k_norm.weight",), Replicate()),
 )
 
 # Old checkpoints store what is computed from rope_theta.

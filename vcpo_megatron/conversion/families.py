@@ -5,29 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.model_families import model_shape, rules_for
+from ..config.model_shape import ModelShape, ShapeError
 from .errors import ConversionError
-from .llama import LLAMA
-from .qwen2 import QWEN2
-from .qwen3 import QWEN3
-from .shape import ModelShape
+from .llama import LLAMA, MISTRAL, MIXTRAL
+from .qwen2 import QWEN2, QWEN2_MOE
+from .qwen3 import QWEN3, QWEN3_MOE
 from .table import Family
 
-__all__ = ["FAMILIES", "Family", "ModelShape", "family_for"]
+__all__ = ["FAMILIES", "Family", "ModelShape", "family_for", "open_model"]
 
-FAMILIES: tuple[Family, ...] = (QWEN2, QWEN3, LLAMA)
+FAMILIES: tuple[Family, ...] = (QWEN2, QWEN3, LLAMA, MISTRAL, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
 
 
 def family_for(hf_config: Mapping[str, Any]) -> Family:
-    """The family of a config.json, by ``architectures`` (by ``model_type`` where that is absent).
+    """The family of a config.json; ConversionError naming the supported ones."""
+    try:
+        rules = rules_for(hf_config)
+    except ShapeError as error:
+        raise ConversionError(f"config.json: {error}") from None
+    return next(family for family in FAMILIES if family.rules is rules)
 
-    Raises ConversionError naming the supported ones.
-    """
-    architectures = hf_config.get("architectures")
-    for family in FAMILIES:
-        if architectures == [family.architecture]:
-            return family
-        if not architectures and hf_config.get("model_type") == family.model_type:
-            return family
-    named = ", ".join(architectures) if architectures else f"model_type {hf_config.get('model_type')!r}"
-    supported = ", ".join(family.architecture for family in FAMILIES)
-    raise ConversionError(f"config.json names the architecture {named}; supported: {supported}")
+
+def open_model(hf_config: Mapping[str, Any]) -> tuple[Family, ModelShape]:
+    """Family and shape of a config.json; ConversionError names every option that is not supported."""
+    family = family_for(hf_config)
+    try:
+        return family, model_shape(hf_config)
+    except ShapeError as error:
+        raise ConversionError(f"config.json of {family.architecture}: {error}") from None

@@ -23,6 +23,7 @@ from .errors import ConversionError, listed
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 REMEDY = "download the model folder again in full (not as Git LFS pointers)"
+_HEADER_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -67,6 +68,16 @@ class HFFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from its header only."""
         return tuple(self._shard(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor, from its header only; ConversionError when it is not a plain float."""
+        stored = self._shard(name).get_slice(name).get_dtype()
+        if stored not in _HEADER_DTYPES:
+            raise ConversionError(
+                f"{self.path / self._file_of[name]}: tensor {name} is {stored}; only float32, bfloat16 and float16 "
+                "weights are trained: use the unquantised model"
+            )
+        return _HEADER_DTYPES[stored]
 
     def tensor(self, name: str) -> Tensor:
         """One whole tensor, on the CPU, in the dtype of the file.

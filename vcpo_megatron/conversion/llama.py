@@ -1,26 +1,14 @@
-"""Llama 2 and 3 (without rope scaling): no biases."""
+"""Llama 2 and 3, Mistral and Mixtral: no biases, no norms on heads."""
 
 from __future__ import annotations
 
-from .dense import DENSE_ROWS, ROTARY_BUFFERS
-from .shape import ConfigRules
+from ..config import model_families as rules
+from .dense import ATTENTION_ROWS, MLP_ROWS, OUTER_ROWS, ROTARY_BUFFERS
+from .experts import expert_rows
 from .table import Family
 
-LLAMA = Family(
-    architecture="LlamaForCausalLM",
-    model_type="llama",
-    rows=DENSE_ROWS,
-    rules=ConfigRules(
-        defaults={
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": False,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-        },
-        required_values={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    ),
-    skipped=ROTARY_BUFFERS,
-)
+_ATTENTION = (*OUTER_ROWS, *ATTENTION_ROWS)
+
+LLAMA = Family(rules.LLAMA, rows=(*_ATTENTION, *MLP_ROWS), skipped=ROTARY_BUFFERS)
+MISTRAL = Family(rules.MISTRAL, rows=(*_ATTENTION, *MLP_ROWS), skipped=ROTARY_BUFFERS)
+MIXTRAL = Family(rules.MIXTRAL, rows=(*_ATTENTION, *expert_rows(rules.MIXTRAL)), skipped=ROTARY_BUFFERS)

@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..config.model_shape import ModelShape
 from .errors import ConversionError
-from .shape import ModelShape
 
 
 class Op(Protocol):
@@ -86,6 +86,9 @@ class QkvByGroup:
 
     def to_shard(self, tensors: Sequence[Tensor], shape: ModelShape, rank: int, size: int, padded_vocab: int) -> Tensor:
         groups = [tensor.reshape(shape.num_key_value_heads, -1, *tensor.shape[1:]) for tensor in tensors]
+        if shape.num_key_value_heads % size == 0:  # whole groups a rank: nothing else need be put together
+            own = shape.num_key_value_heads // size
+            return torch.cat([group[rank * own : (rank + 1) * own] for group in groups], dim=1).flatten(0, 1)
         return part(torch.cat(groups, dim=1).flatten(0, 1), 0, rank, size)
 
     def to_hf(self, shards: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:

@@ -1,30 +1,22 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v."""
+"""Qwen2 and Qwen2.5: biases on q, k and v. Qwen2-MoE: the same with experts, and one that every token goes to."""
 
 from __future__ import annotations
 
-from .dense import DENSE_ROWS, QKV_BIAS_ROW, ROTARY_BUFFERS
-from .shape import ConfigRules
+from ..config import model_families as rules
+from .dense import ATTENTION_ROWS, MLP_ROWS, OUTER_ROWS, QKV_BIAS_ROW, ROTARY_BUFFERS
+from .experts import SHARED_EXPERT_ROWS, expert_rows
 from .table import Family
 
-QWEN2 = Family(
-    architecture="Qwen2ForCausalLM",
-    model_type="qwen2",
-    rows=(*DENSE_ROWS, QKV_BIAS_ROW),
-    rules=ConfigRules(
-        defaults={
-            "num_key_value_heads": 32,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "max_position_embeddings": 32768,
-            "tie_word_embeddings": False,
-            "use_sliding_window": False,
-            "sliding_window": 4096,
-            "max_window_layers": 28,
-            "hidden_act": "silu",
-        },
-        required_values={"hidden_act": "silu"},
-        qkv_bias=True,
-        sliding_window=True,
+QWEN2 = Family(rules.QWEN2, rows=(*OUTER_ROWS, *ATTENTION_ROWS, QKV_BIAS_ROW, *MLP_ROWS), skipped=ROTARY_BUFFERS)
+QWEN2_MOE = Family(
+    rules.QWEN2_MOE,
+    rows=(
+        *OUTER_ROWS,
+        *ATTENTION_ROWS,
+        QKV_BIAS_ROW,
+        *MLP_ROWS,
+        *expert_rows(rules.QWEN2_MOE),
+        *SHARED_EXPERT_ROWS,
     ),
     skipped=ROTARY_BUFFERS,
 )

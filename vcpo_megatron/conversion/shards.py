@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from ..config.model_shape import ModelShape
 from .errors import ConversionError, listed
 from .hf import REMEDY, HFFolder, natural
-from .shape import ModelShape
 from .table import Family
 
 
@@ -22,11 +22,15 @@ def load_shard(
     tp_rank: int,
     tp_size: int,
     padded_vocab: int,
+    *,
+    expert_tp_rank: int = 0,
+    expert_tp_size: int = 1,
 ) -> Iterator[tuple[str, Tensor]]:
     """(Megatron name, shard of ``tp_rank``) of every parameter asked for, in order, in the dtype of the file.
 
-    megatron_names  names with global layer numbers: those of this pipeline stage
+    megatron_names  names with global layer and expert numbers: those that this rank holds
     padded_vocab    rows of embedding and output layer over all ranks, a multiple of ``tp_size``
+    expert_tp_rank, expert_tp_size  the same for parameters of routed experts, which are cut on their own
 
     Names and shapes of everything asked for are checked before the first tensor is read, and all
     problems are reported in one ConversionError; values (nan, inf) are checked as they are read.
@@ -44,7 +48,8 @@ def load_shard(
     def read() -> Iterator[tuple[str, Tensor]]:
         for name in names:
             tensors = [folder.tensor(source) for source in family.sources(name, shape)]
-            yield name, family.find(name)[0].op.to_shard(tensors, shape, tp_rank, tp_size, padded_vocab)
+            rank, size = (expert_tp_rank, expert_tp_size) if family.is_expert(name) else (tp_rank, tp_size)
+            yield name, family.place(name).row.op.to_shard(tensors, shape, rank, size, padded_vocab)
 
     return read()
 

@@ -1,10 +1,10 @@
 """Families of models as tables.
 
-A row says which HF tensors make up one Megatron parameter and by which op. The same row serves both
-directions: HF folder -> tensor-parallel shards when the learner loads a model (``shards.load_shard``),
-shards -> HF tensors (``Family.to_hf``) for weight synchronisation and export, so the two cannot drift
-apart. Megatron names are those of ``GPTModel`` with the local layer specification, with global layer
-numbers.
+A row says which HF tensors make up one Megatron parameter and by which op. The same row serves every
+direction: HF folder -> tensor-parallel shards when the learner loads a model or a checkpoint is
+imported, shards -> HF tensors (``Family.to_hf``) for weight synchronisation and export, so that they
+cannot drift apart. Megatron names are those of ``GPTModel`` with the local layer specification, with
+layers and experts numbered over the whole model.
 """
 
 from __future__ import annotations
@@ -12,84 +12,101 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
 
 from torch import Tensor
 
+from ..config.model_families import tensors
+from ..config.model_shape import ConfigRules, ModelShape
 from .errors import ConversionError
 from .ops import Op
-from .shape import ConfigRules, ModelShape, read_shape
 
-LAYER = "{layer}"
+LAYER, EXPERT = "{layer}", "{expert}"
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron parameter (of every layer, where the name holds {layer}).
+    """One Megatron parameter (of every layer and expert, where the name holds {layer} or {expert}).
 
-    ``hf`` maps the HF names to their shapes, written as attributes of ``ModelShape``
-    ("kv_size hidden_size"), in the order that ``op`` wants them.
+    ``hf`` are the HF names in the order that ``op`` wants them; their shapes are in config/model_shape.py.
+    ``layers`` says which layers have the parameter.
     """
 
     megatron: str
-    hf: Mapping[str, str]
+    hf: tuple[str, ...]
     op: Op
+    layers: Literal["all", "dense", "moe"] = "all"
 
-    def hf_names(self, layer: int | None) -> list[str]:
-        """HF names of one layer (None for a parameter outside of the layers)."""
-        return [name.replace(LAYER, str(layer)) for name in self.hf]
+    def expand(self, shape: ModelShape, layer: int) -> list[str]:
+        """Megatron names in one layer; none where the layer has no such parameter."""
+        if self.layers != "all" and (self.layers == "moe") != shape.is_moe(layer):
+            return []
+        name = self.megatron.replace(LAYER, str(layer))
+        if EXPERT not in name or shape.experts is None:
+            return [name]
+        return [name.replace(EXPERT, str(expert)) for expert in range(shape.experts.count)]
 
-    def hf_shapes(self, shape: ModelShape) -> list[tuple[int, ...]]:
-        """Shapes that the HF tensors must have."""
-        return [tuple(getattr(shape, size) for size in sizes.split()) for sizes in self.hf.values()]
+
+@dataclass(frozen=True)
+class Place:
+    """Where a Megatron parameter stands: its row, and the layer and expert numbers it has."""
+
+    row: Row
+    layer: int | None
+    expert: int | None
+
+    def hf_names(self) -> list[str]:
+        return [name.replace(LAYER, str(self.layer)).replace(EXPERT, str(self.expert)) for name in self.row.hf]
 
 
 @dataclass(frozen=True)
 class Family:
     """One architecture of transformers.
 
-    architecture  the name in config.json's ``architectures``
-    rows          the table, in order of the forward pass
-    rules         how to read config.json
-    skipped       pattern of HF tensors that are not loaded -> reason
+    rules    how its config.json is read
+    rows     the table, in order of the forward pass within a layer
+    skipped  pattern of HF tensors that are not loaded -> reason
     """
 
-    architecture: str
-    model_type: str
-    rows: tuple[Row, ...]
     rules: ConfigRules
+    rows: tuple[Row, ...]
     skipped: Mapping[str, str] = field(default_factory=dict)
 
-    def model_shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
-        """Sizes and options of a config.json; ConversionError names every option that is not supported."""
-        return read_shape(hf_config, self.architecture, self.rules)
+    @property
+    def architecture(self) -> str:
+        """The name in config.json's ``architectures``."""
+        return self.rules.architecture
 
-    def find(self, megatron_name: str) -> tuple[Row, int | None]:
-        """Row and global layer number of a Megatron parameter; ConversionError when the table has none."""
-        pattern, layer = _abstract(megatron_name)
+    def place(self, megatron_name: str) -> Place:
+        """Row and numbers of a Megatron parameter; ConversionError when the table has none."""
+        pattern, layer, expert = _abstract(megatron_name)
         for row in self.rows:
             if row.megatron == pattern:
-                return row, layer
+                return Place(row, layer, expert)
         raise ConversionError(f"{self.architecture} has no conversion for the Megatron parameter {megatron_name}")
 
     def partition_dim(self, megatron_name: str) -> int | None:
         """Dimension along which tensor parallelism cuts the parameter; None when every rank holds all of it."""
-        return self.find(megatron_name)[0].op.partition_dim
+        return self.place(megatron_name).row.op.partition_dim
+
+    def is_expert(self, megatron_name: str) -> bool:
+        """Whether the parameter belongs to one routed expert, hence to the ranks of its expert-parallel part."""
+        return self.place(megatron_name).expert is not None
 
     def megatron_names(self, shape: ModelShape) -> list[str]:
-        """Every parameter of the whole model, global layer numbers, in order of the forward pass."""
-        first = [row.megatron for row in self.rows if row.megatron == EMBEDDING]
+        """Every parameter of the whole model, in order of the forward pass."""
         layers = [
-            row.megatron.replace(LAYER, str(layer))
+            name
             for layer in range(shape.num_layers)
             for row in self.rows
             if LAYER in row.megatron
+            for name in row.expand(shape, layer)
         ]
         tied = (OUTPUT,) if shape.tie_word_embeddings else ()
         last = [row.megatron for row in self.rows if LAYER not in row.megatron]
-        return first + layers + [name for name in last if name not in (EMBEDDING, *tied)]
+        return [EMBEDDING, *layers, *(name for name in last if name not in (EMBEDDING, *tied))]
 
     def sources(self, megatron_name: str, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """HF names that a parameter is made of -> expected shapes.
@@ -99,10 +116,14 @@ class Family:
         """
         if megatron_name == OUTPUT and shape.tie_word_embeddings:
             megatron_name = EMBEDDING
-        row, layer = self.find(megatron_name)
-        if layer is not None and not 0 <= layer < shape.num_layers:
-            raise ConversionError(f"{megatron_name}: the model has {shape.num_layers} layers")
-        return dict(zip(row.hf_names(layer), row.hf_shapes(shape), strict=True))
+        place = self.place(megatron_name)
+        if place.layer is not None:
+            if not 0 <= place.layer < shape.num_layers:
+                raise ConversionError(f"{megatron_name}: the model has {shape.num_layers} layers")
+            if megatron_name not in place.row.expand(shape, place.layer):
+                raise ConversionError(f"{megatron_name}: layer {place.layer} of the model has no such parameter")
+        sizes = tensors(shape)
+        return {name: sizes[name] for name in place.hf_names()}
 
     def to_hf(self, megatron_name: str, shards: Sequence[Tensor], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
         """HF tensors of one parameter from its shards, one a tensor-parallel rank in order of rank.
@@ -112,7 +133,7 @@ class Family:
         """
         if megatron_name == OUTPUT and shape.tie_word_embeddings:
             return
-        row, _ = self.find(megatron_name)
+        row = self.place(megatron_name).row
         expected = self.sources(megatron_name, shape)
         for (name, size), tensor in zip(expected.items(), row.op.to_hf(shards, shape), strict=True):
             if tuple(tensor.shape) != size:
@@ -123,9 +144,13 @@ class Family:
             yield name, tensor
 
 
-def _abstract(megatron_name: str) -> tuple[str, int | None]:
-    """decoder.layers.7.x -> (decoder.layers.{layer}.x, 7)."""
+def _abstract(megatron_name: str) -> tuple[str, int | None, int | None]:
+    """decoder.layers.7.mlp.experts.local_experts.3.x -> (decoder.layers.{layer}. ... {expert}.x, 7, 3)."""
     found = re.fullmatch(r"(decoder\.layers\.)(\d+)(\..+)", megatron_name)
     if not found:
-        return megatron_name, None
-    return f"{found[1]}{LAYER}{found[3]}", int(found[2])
+        return megatron_name, None, None
+    layer, rest = int(found[2]), found[3]
+    inner = re.fullmatch(r"(.*\.local_experts\.)(\d+)(\..+)", rest)
+    if not inner:
+        return f"{found[1]}{LAYER}{rest}", layer, None
+    return f"{found[1]}{LAYER}{inner[1]}{EXPERT}{inner[3]}", layer, int(inner[2])

@@ -11,12 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..config.models import EnvironmentConfig
-from . import modular_sum
+from . import arithmetic, modular_sum
 from .base import Environment, EnvironmentSetupError
 
 Factory = Callable[[EnvironmentConfig, Path, int], Environment]
 
-BUILT_IN: dict[str, Factory] = {modular_sum.NAME: modular_sum.ModularSum}
+BUILT_IN: dict[str, Factory] = {
+    arithmetic.NAME: arithmetic.Arithmetic,
+    modular_sum.NAME: modular_sum.ModularSum,
+}
 
 
 def _factory(name: str) -> Factory:

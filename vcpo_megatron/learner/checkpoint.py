@@ -20,16 +20,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
 
 from ..config.models import RunConfig
 from ..config.run_directory import Manifest, RunDirectory
 from ..types import PolicyVersion
 from . import rng
+from .distributed_optimizer import finish_loading, prepare_to_load
 from .model import padded_vocabulary
 from .parallel import Parallel
 from .saving import BackgroundSave, write_by_threads
 from .step import EssState
 from .training import Trainable
+
+#: Tensors of a parameter's shape, so that any layout reads what a sharded optimizer wrote.
+_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 class CheckpointError(RuntimeError):
@@ -111,18 +116,27 @@ class Checkpoints:
                      if saved.get(key) != current[key]]  # fmt: skip
         if differing:
             raise CheckpointError(f"{self._directory.checkpoint(step)} does not fit this run: {'; '.join(differing)}")
+        prepare_to_load(self._trainable.optimizer)
         state = dist_checkpointing.load(self._state(loading=True), str(self._directory.checkpoint(step)))
-        self._trainable.model.load_state_dict(state["model"], strict=False)  # extra states are not parameters
+        for key, chunk in self._chunks().items():
+            chunk.load_state_dict(state[key], strict=False)  # extra states are not parameters
         self._trainable.optimizer.load_state_dict(state["optimizer"])
+        finish_loading(self._trainable.optimizer)
         self._trainable.schedule.num_steps = manifest.learner["schedule_steps"]
         if manifest.learner.get("layout") == self._layout():
             rng.load(self._directory.checkpoint(step) / "rng", self._parallel.rank)
         return EssState(**manifest.learner["ess"])
 
     def _state(self, *, loading: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": self._trainable.model.sharded_state_dict()}
-        state["optimizer"] = self._trainable.optimizer.sharded_state_dict(state, is_loading=loading)
+        state: dict[str, Any] = {key: chunk.sharded_state_dict() for key, chunk in self._chunks().items()}
+        state["optimizer"] = self._trainable.optimizer.sharded_state_dict(
+            state, is_loading=loading, metadata=_OPTIMIZER_FORMAT
+        )
         return state
+
+    def _chunks(self) -> dict[str, GPTModel]:
+        """Chunks of this rank; what they hold is stored by global layer, so another split finds it."""
+        return {f"model{number}": chunk for number, chunk in enumerate(self._trainable.chunks)}
 
     def _model_facts(self) -> dict[str, Any]:
         """What must agree between the run that saved and the one that loads."""

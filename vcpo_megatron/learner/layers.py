@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
+
+from .packing import Layout
 
 
 class RMSNorm(nn.Module):
@@ -32,7 +37,9 @@ class PackedAttention(MegatronModule):
     """Causal attention inside each trajectory of a pack, by torch's scaled dot product.
 
     query [T, heads, d], key and value [T, kv heads, d]; returns [T, heads * d]. Trajectories never see
-    each other, and padding at the end of the pack attends to itself alone.
+    each other, and padding at the end of the pack attends to itself alone. Under context parallelism the
+    keys and values of all ranks are gathered once a pack; rank r's two chunks of a trajectory attend to the
+    prefixes that end with them.
     """
 
     def __init__(
@@ -42,6 +49,8 @@ class PackedAttention(MegatronModule):
     ) -> None:  # fmt: skip
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self._ranks = config.context_parallel_size
+        self._group = pg_collection.cp if self._ranks > 1 else None
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, attn_mask_type: Any = None,
@@ -49,6 +58,8 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:  # fmt: skip
         assert packed_seq_params is not None, "the learner feeds packs only"
         lengths = packed_seq_params.lengths
+        if self._group is not None:
+            return self._over_ranks(query, key, value, lengths)
         if len(set(lengths)) == 1:  # one call for the whole pack
             n, t = len(lengths), lengths[0]
             q, k, v = (z.view(n, t, *z.shape[1:]).transpose(1, 2) for z in (query, key, value))
@@ -57,27 +68,47 @@ class PackedAttention(MegatronModule):
         outputs = [self._attend(*(z.transpose(0, 1)[None] for z in piece))[0].transpose(0, 1) for piece in pieces]
         return torch.cat(outputs).reshape(query.shape[0], -1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True
+        )
+
+    def _over_ranks(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+        """``lengths``: of the trajectories on this rank, two chunks each; see ``packing.Layout``."""
+        ranks, rank = self._ranks, dist.get_rank(self._group)
+        gathered = [
+            gather_from_sequence_parallel_region(z.contiguous(), tensor_parallel_output_grad=True, group=self._group)
+            for z in (key, value)
+        ]
+        keys, values = (z.view(ranks, query.shape[0], *z.shape[1:]).split(lengths, dim=1) for z in gathered)
+        outputs = []
+        for q, k, v in zip(query.split(lengths), keys, values, strict=True):
+            size = q.shape[0] // 2
+            k, v = (torch.cat([*z[:, :size], *z[:, size:].flip(0)]) for z in (k, v))  # in order of the sequence
+            for chunk, part in ((rank, q[:size]), (2 * ranks - 1 - rank, q[size:])):
+                end = (chunk + 1) * size
+                position = torch.arange(end, device=q.device)
+                mask = position[chunk * size :, None] >= position
+                q_piece, k_piece, v_piece = (z.transpose(0, 1)[None] for z in (part, k[:end], v[:end]))
+                outputs.append(self._attend(q_piece, k_piece, v_piece, mask)[0].transpose(0, 1))
+        return torch.cat(outputs).reshape(query.shape[0], -1)
 
 
 class PackParams(PackedSeqParams):
-    """Megatron's parameters of a packed sequence, with the lengths as plain integers.
+    """Megatron's parameters of a packed sequence, with the lengths on this rank as plain integers.
 
-    ``lengths`` sum to the tokens of the pack; padding at the end counts as one more sequence.
+    ``lengths`` sum to the tokens that this rank holds; padding at the end counts as one more sequence.
     """
 
     lengths: list[int]
 
     @classmethod
-    def of(cls, boundaries: tuple[int, ...], total: int, device: torch.device) -> PackParams:
-        edges = [*boundaries, total] if total > boundaries[-1] else list(boundaries)
-        lengths = [b - a for a, b in zip(edges, edges[1:], strict=False)]
-        cumulative = torch.tensor(edges, dtype=torch.int32, device=device)
-        longest = max(lengths)
+    def of(cls, layout: Layout, device: torch.device) -> PackParams:
+        cumulative = torch.tensor([0, *itertools.accumulate(layout.lengths)], dtype=torch.int32, device=device)
+        longest = max(layout.lengths)
         params = cls(
             qkv_format="thd", cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative, max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )  # fmt: skip
-        params.lengths = lengths
+        params.lengths = [length // layout.ranks for length in layout.lengths]
         return params

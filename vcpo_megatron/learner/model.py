@@ -6,21 +6,28 @@ fusion off that would hide a layer's input from the per-trajectory gradients.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from ..config.model_shape import Experts
 from ..config.models import RunConfig
-from ..conversion.families import Family, ModelShape, family_for
+from ..conversion.families import Family, ModelShape, open_model
 from ..conversion.hf import HFFolder
 from ..conversion.shards import load_shard, unconsumed
 from . import platform
 from .layers import PackedAttention, RMSNorm
 from .parallel import Parallel
+from .rope import attention_scale, inverse_frequencies
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -47,14 +54,14 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=config.parallel.tensor,
-        pipeline_model_parallel_size=config.parallel.pipeline,
+        **_layout_options(config),
+        **_RECOMPUTE[config.model.recompute],
         # every value is read from the checkpoint; what Megatron would draw at random is never used
         perform_initialization=False,
         use_cpu_initialization=not platform.has_gpu(),
-        # packs differ in length; Megatron asks for this dispatcher even in dense models then
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
+        # packs differ in length, which matters where they are sent between stages
+        variable_seq_lengths=config.parallel.pipeline > 1,
+        moe_token_dispatcher_type=config.parallel.expert_dispatcher,
         # the schedule must not rescale: losses are normalised over the global batch by us
         calculate_per_token_loss=True,
         # fusions would hide layer inputs, or add weight gradients past the accumulators
@@ -64,18 +71,82 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        softmax_scale=attention_scale(shape.rope, shape.head_dim),
+        **(_expert_options(config, shape, shape.experts) if shape.experts is not None else {}),
     )
 
 
-def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+def _expert_options(config: RunConfig, shape: ModelShape, experts: Experts) -> dict[str, Any]:
+    """TransformerConfig of a mixture of experts, routed as transformers routes it.
+
+    Softmax over all experts and then the top k, or (normalised) over the logits of the top k, which is the
+    same divided by its sum. Megatron's own load-balancing losses are off: they would change the gradient.
+    """
+    mixed = [int(shape.is_moe(layer)) for layer in range(shape.num_layers)]
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.top_k,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_layer_freq": 1 if all(mixed) else mixed,  # decides how the layers are stored in checkpoints
+        "moe_router_pre_softmax": not experts.normalize_top_k,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": experts.shared_ffn_hidden_size > 0,
+    }
+
+
+#: model.recompute -> Megatron's options: of every layer only the input is kept, or all but attention's inside.
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def _layout_options(config: RunConfig) -> dict[str, Any]:
+    parallel = config.parallel
+    options: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": parallel.sequence_parallel and parallel.tensor > 1,
+    }
+    if parallel.virtual_pipeline > 1:
+        # batched sends of several chunks are received in another order by gloo: silently wrong gradients
+        options |= {
+            "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+            "deallocate_pipeline_outputs": False,
+        }
+    return options
+
+
+def _block_spec(config: TransformerConfig, shape: ModelShape, stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage; ``stage`` numbers the rank's virtual stages, None without."""
+    first = get_transformer_layer_offset(config, vp_stage=stage)
+    layers = [
+        _layer_spec(config, config.num_moe_experts if shape.is_moe(first + layer) else None)
+        for layer in range(get_num_layers_to_build(config, vp_stage=stage))
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+    )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return layer
 
 
 def padded_vocabulary(config: RunConfig, shape: ModelShape) -> int:
@@ -85,48 +156,64 @@ def padded_vocabulary(config: RunConfig, shape: ModelShape) -> int:
 
 
 def global_name(chunk: GPTModel, name: str) -> str:
-    """Name of a parameter with its layer counted over all pipeline stages."""
+    """Name of a parameter with its layer counted over all pipeline stages, its expert over all ranks."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+        layer = chunk.decoder.layers[int(parts[2])]
+        parts[2] = str(layer.layer_number - 1)
+        if "local_experts" in parts:
+            expert = parts.index("local_experts") + 1
+            parts[expert] = str(layer.mlp.local_expert_indices[int(parts[expert])])
     return ".".join(parts)
 
 
 def describe(config: RunConfig) -> tuple[HFFolder, Family, ModelShape]:
     """The run's model folder, its family and its shape; one clear error for what is not supported."""
     folder = HFFolder(config.model.path)
-    family = family_for(folder.config)
-    return folder, family, family.model_shape(folder.config)
+    return folder, *open_model(folder.config)
 
 
-def build_model(config: RunConfig, parallel: Parallel, *, load: bool) -> tuple[GPTModel, Family, ModelShape]:
-    """This rank's part of the model; ``load`` reads its weights from ``model.path``."""
+def build_model(config: RunConfig, parallel: Parallel, *, load: bool) -> tuple[list[GPTModel], Family, ModelShape]:
+    """This rank's part of the model, one chunk a virtual stage; ``load`` reads its weights from ``model.path``."""
     folder, family, shape = describe(config)
-    megatron = transformer_config(config, shape)
-    padded = padded_vocabulary(config, shape)
-    model = GPTModel(
-        config=megatron,
-        transformer_layer_spec=_layer_spec(megatron),
-        vocab_size=padded,
-        max_sequence_length=shape.max_position_embeddings,
-        pre_process=parallel.is_first_stage,
-        post_process=parallel.is_last_stage,
-        parallel_output=True,
-        share_embeddings_and_output_weights=shape.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
-    )
-    model.to(platform.device())
-    _mark_tensor_parallel(model, family, parallel)
+    chunks = build_network(config, parallel, family, shape)
     if load:
         if parallel.rank == 0:  # tensors that the model does not have would be ignored without a word
             for name, reason in unconsumed(folder, family, shape).items():
                 print(f"{folder.path}: {name} is not loaded: {reason}", flush=True)
-        _load_weights(model, folder, family, shape, parallel, padded)
-    return model, family, shape
+        for chunk in chunks:
+            _load_weights(chunk, folder, family, shape, parallel, padded_vocabulary(config, shape))
+    return chunks, family, shape
 
 
-def _mark_tensor_parallel(model: GPTModel, family: Family, parallel: Parallel) -> None:
+def build_network(config: RunConfig, parallel: Parallel, family: Family, shape: ModelShape) -> list[GPTModel]:
+    """This rank's part of the network, its weights not yet set."""
+    megatron = transformer_config(config, shape)
+    chunks = []
+    for number in range(parallel.virtual_size):
+        stage = number if parallel.virtual_size > 1 else None
+        model = GPTModel(
+            config=megatron,
+            transformer_layer_spec=_block_spec(megatron, shape, stage),
+            vocab_size=padded_vocabulary(config, shape),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_base=shape.rope.theta,
+            vp_stage=stage,
+        )
+        # Megatron knows some scalings, with constants of its own; here config.json decides about all of them
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope, shape.head_dim)
+        model.to(platform.device())
+        _mark_tensor_parallel(model, family)
+        chunks.append(model)
+    return chunks
+
+
+def _mark_tensor_parallel(model: GPTModel, family: Family) -> None:
     """Tell Megatron which parameters are cut; it does so itself only where it draws random weights.
 
     Without the mark its gradient norm would count the shards of other ranks as copies.
@@ -134,7 +221,8 @@ def _mark_tensor_parallel(model: GPTModel, family: Family, parallel: Parallel) -
     for name, parameter in model.named_parameters():
         dim = family.partition_dim(global_name(model, name))
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(parameter, parallel.tensor_size > 1, dim, 1)
+            # also where it is cut into one part: ranks of one tensor group may hold different whole experts
+            set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
 
 def _load_weights(
@@ -142,7 +230,10 @@ def _load_weights(
 ) -> None:
     """Fill every parameter, exactly once, from the folder; only this rank's shards are read."""
     parameters = {global_name(model, name): parameter for name, parameter in model.named_parameters()}
-    shards = load_shard(folder, family, shape, parameters, parallel.tensor_rank, parallel.tensor_size, padded)
+    shards = load_shard(
+        folder, family, shape, parameters, parallel.tensor_rank, parallel.tensor_size, padded,
+        expert_tp_rank=parallel.expert_tensor_rank, expert_tp_size=parallel.expert_tensor_size,
+    )  # fmt: skip
     missing = set(parameters)
     for name, tensor in shards:
         parameter = parameters[name]

@@ -1,8 +1,17 @@
 """Process groups of the learner: Megatron's own, and the few that the method adds.
 
-command     gloo, all ranks: commands and batches from rank 0, agreed numbers (CPU tensors)
-statistics  this replica's TP x PP x CP ranks: squared gradient norms of a group are summed here
-log_ratio   from the last pipeline stage to each earlier one: l_i, before that pack's backward
+Ranks that work on the same trajectories, or on the same experts at the same time, form a replica:
+
+    replica     TP x CP x PP x spread ranks; a group's trajectories live on one replica
+    spread      data-parallel ranks of one replica; 1 without expert parallelism. Experts hold tokens of
+                all of them, so all of them work on the same group in the same micro-step.
+
+    command     gloo, all ranks: commands and batches from rank 0, agreed numbers (CPU tensors)
+    statistics  the replica's ranks: squared gradient norms of a group are summed here
+    pipeline    (copies of it) from the last stage to each earlier one: l_i, before that pack's backward; and
+                rows of the output layer's gradient to the first stage where it is tied to the embedding
+    spread      l_i of one micro-step
+    expert_split  ranks of the replica that hold the same experts and different tokens
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ from megatron.core import tensor_parallel
 
 from ..config.models import RunConfig
 from . import platform
+from .packing import Share
 
 
 @dataclass(frozen=True)
@@ -27,15 +37,28 @@ class Parallel:
     world_size: int
     tensor_rank: int
     tensor_size: int
+    context_rank: int
+    context_size: int
     pipeline_rank: int
     pipeline_size: int
+    virtual_size: int
     data_rank: int
     data_size: int
+    expert_rank: int
+    expert_tensor_rank: int
+    expert_tensor_size: int
+    spread_size: int
+    sequence_parallel: bool
     tensor_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
+    tensor_context_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
     command_group: dist.ProcessGroup
     statistics_group: dist.ProcessGroup
     log_ratio_group: dist.ProcessGroup
+    tied_group: dist.ProcessGroup
+    spread_group: dist.ProcessGroup
+    expert_split_group: dist.ProcessGroup
 
     @property
     def is_first_stage(self) -> bool:
@@ -46,60 +69,106 @@ class Parallel:
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
-    def replica_size(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tensor_size * self.pipeline_size
+    def replica(self) -> int:
+        """Number of this rank's replica."""
+        return self.data_rank // self.spread_size
 
     @property
-    def speaks_for_replica(self) -> bool:
-        """True on one rank a replica: the one that reports what the whole replica agrees on."""
-        return self.tensor_rank == 0 and self.is_last_stage
+    def replicas(self) -> int:
+        return self.data_size // self.spread_size
+
+    @property
+    def spread_rank(self) -> int:
+        return self.data_rank % self.spread_size
+
+    @property
+    def share(self) -> Share:
+        """How packs are cut for this rank."""
+        return Share(self.context_rank, self.context_size, self.tensor_size if self.sequence_parallel else 1)
+
+    @property
+    def steps_multiple(self) -> int:
+        """Micro-batches of a schedule must be a multiple of this (the interleaved schedule's rule)."""
+        return self.pipeline_size if self.virtual_size > 1 else 1
+
+    @property
+    def speaks_for_trajectories(self) -> bool:
+        """True on one rank a data-parallel rank: the one that reports what all that share its packs agree on."""
+        return self.tensor_rank == 0 and self.context_rank == 0 and self.is_last_stage
 
     def stage_global_rank(self, stage: int) -> int:
-        """Global rank of pipeline stage ``stage`` with this rank's tensor and data coordinates."""
+        """Global rank of pipeline stage ``stage`` with this rank's other coordinates."""
         return dist.get_global_rank(self.pipeline_group, stage)
 
 
 def initialize(config: RunConfig) -> Parallel:
     """Join the world (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and build every group."""
     timeout = datetime.timedelta(seconds=config.launch.timeout_s)
+    chosen = config.parallel
     if not dist.is_initialized():
         dist.init_process_group(platform.backend(), timeout=timeout)
     mpu.initialize_model_parallel(
-        tensor_model_parallel_size=config.parallel.tensor,
-        pipeline_model_parallel_size=config.parallel.pipeline,
+        tensor_model_parallel_size=chosen.tensor,
+        pipeline_model_parallel_size=chosen.pipeline,
+        virtual_pipeline_model_parallel_size=chosen.virtual_pipeline if chosen.virtual_pipeline > 1 else None,
+        context_parallel_size=chosen.context,
+        expert_model_parallel_size=chosen.expert,
+        expert_tensor_parallel_size=chosen.expert_tensor,
         distributed_timeout_minutes=config.launch.timeout_s / 60,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed + 1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dense = chosen.tensor * chosen.context
+    block = dense * config.spread  # neighbours, in Megatron's order of ranks
+    stage = world // chosen.pipeline
+    first = rank % stage // block * block
+    in_stage = range(first, first + block)
+    replica = tuple(s * stage + r for s in range(chosen.pipeline) for r in in_stage)
+    own_stage = rank // stage * stage
+    spread = tuple(own_stage + r for r in in_stage if (r - rank) % dense == 0)
+    same_experts = set(dist.get_process_group_ranks(mpu.get_expert_data_parallel_group()))
+    pipeline = tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
     return Parallel(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
+        rank=rank,
+        world_size=world,
         tensor_rank=mpu.get_tensor_model_parallel_rank(),
-        tensor_size=mpu.get_tensor_model_parallel_world_size(),
+        tensor_size=chosen.tensor,
+        context_rank=mpu.get_context_parallel_rank(),
+        context_size=chosen.context,
         pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
-        pipeline_size=mpu.get_pipeline_model_parallel_world_size(),
+        pipeline_size=chosen.pipeline,
+        virtual_size=chosen.virtual_pipeline,
         data_rank=mpu.get_data_parallel_rank(),
         data_size=mpu.get_data_parallel_world_size(),
+        expert_rank=mpu.get_expert_model_parallel_rank(),
+        expert_tensor_rank=mpu.get_expert_tensor_parallel_rank(),
+        expert_tensor_size=chosen.expert_tensor,
+        spread_size=config.spread,
+        sequence_parallel=chosen.sequence_parallel and chosen.tensor > 1,
         tensor_group=mpu.get_tensor_model_parallel_group(),
+        context_group=mpu.get_context_parallel_group(),
+        tensor_context_group=mpu.get_tensor_and_context_parallel_group(),
         pipeline_group=mpu.get_pipeline_model_parallel_group(),
         command_group=dist.new_group(backend="gloo", timeout=timeout),
-        statistics_group=mpu.get_model_parallel_group(),
-        log_ratio_group=_own_copy_of_pipeline_groups(timeout),
+        statistics_group=_group_of(replica, timeout),
+        log_ratio_group=_group_of(pipeline, timeout),  # of its own, so that l_i never mixes with activations
+        tied_group=_group_of(pipeline, timeout),
+        spread_group=_group_of(spread, timeout),
+        expert_split_group=_group_of(tuple(r for r in replica if r in same_experts), timeout),
     )
 
 
-def _own_copy_of_pipeline_groups(timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """A second communicator over the pipeline ranks, so that l_i never mixes with activations."""
-    mine_now = tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
-    members = [mine_now] * dist.get_world_size()
-    dist.all_gather_object(members, mine_now)
-    mine = None
+def _group_of(mine: tuple[int, ...], timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """A new communicator over this rank's ``mine``; called alike on all ranks, whose sets must not overlap."""
+    members = [mine] * dist.get_world_size()
+    dist.all_gather_object(members, mine)
+    own = None
     for ranks in sorted(set(members)):  # every rank creates every group, in one order
         group = dist.new_group(list(ranks), timeout=timeout)
-        if ranks == mine_now:
-            mine = group
-    assert mine is not None
-    return mine
+        if ranks == mine:
+            own = group
+    assert own is not None
+    return own
 
 
 def agree_sum(table: torch.Tensor, parallel: Parallel) -> torch.Tensor:

@@ -101,6 +101,7 @@ def _answer_for_cuda() -> None:
 
 
 def _mend_megatron() -> None:
+    import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
@@ -114,3 +115,32 @@ def _mend_megatron() -> None:
     dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, record_stream=False: (
         t.numpy() if as_numpy and torch.is_tensor(t) else t
     )
+    # gloo gathers and scatters equal parts only; experts cut over tensor ranks get unequal ones.
+    mappings._gather_along_first_dim = _uneven_gather(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim)
+
+
+def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``even``, and parts of ``sizes`` rows by padding them to the longest."""
+
+    def gather(x: torch.Tensor, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or len(set(sizes)) == 1 or group.size() == 1:
+            return even(x, group, None, use_global_buffer)
+        padded = torch.cat([x, x.new_zeros(max(sizes) - len(x), *x.shape[1:])])
+        parts = even(padded, group).split(max(sizes))
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    return gather
+
+
+def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``even``, and parts of ``sizes`` rows by summing everything everywhere."""
+
+    def scatter(x: torch.Tensor, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or len(set(sizes)) == 1 or group.size() == 1:
+            return even(x, group, None, use_global_buffer)
+        total = x.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(sizes)[group.rank()].clone()
+
+    return scatter

@@ -43,14 +43,15 @@ class RowTable:
         self._values[index, 7] = float(fell_back)
 
     def record_rank(self, *, gradients_are_finite: bool, padded_tokens: int) -> None:
-        """What this rank found as a whole; ``padded_tokens`` is 0 on all ranks but one a replica."""
+        """What this rank found as a whole; ``padded_tokens`` is 0 on all ranks but one of those that share packs."""
         self._non_finite_gradients = 0.0 if gradients_are_finite else 1.0
         self._padded_tokens = float(padded_tokens)
 
     def packed(self) -> torch.Tensor:
-        """One vector to be summed over ranks."""
+        """One vector to be summed over ranks; rows that another rank claims are left out."""
+        values = torch.where(self._values[:, :1] > 0, self._values, 0.0)
         rank = torch.tensor([self._non_finite_gradients, self._padded_tokens], dtype=torch.float64)
-        return torch.cat([self._values.reshape(-1), rank])
+        return torch.cat([values.reshape(-1), rank])
 
     @classmethod
     def from_sum(cls, packed: torch.Tensor) -> RowTable:

@@ -1,4 +1,4 @@
-"""Megatron's forward-backward schedule (1F1B with pipeline stages) over packs of any length."""
+"""Megatron's forward-backward schedules (none, 1F1B, interleaved with virtual stages) over packs of any length."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from .layers import PackParams
+from .packing import Layout
 
 #: What a loss function returns to the schedule: the loss, a token count that is not used, nothing to report.
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
@@ -24,28 +25,29 @@ def as_loss(value: torch.Tensor) -> Loss:
 
 
 def forward_tokens(
-    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, boundaries: tuple[int, ...]
+    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, layout: Layout
 ) -> torch.Tensor:
-    """This stage's output for trajectories laid end to end, tokens and positions int64 [T]; see ``packing.Pack``."""
-    params = PackParams.of(boundaries, len(tokens), tokens.device)
+    """This stage's output for this rank's tokens of trajectories laid end to end, tokens and positions int64 [T]."""
+    params = PackParams.of(layout, tokens.device)
     return model(tokens[None], positions[None], None, packed_seq_params=params)
 
 
 def run_schedule(
-    model: torch.nn.Module, items: Sequence[_T], forward: Callable[[_T, torch.nn.Module], ForwardStep], *,
+    chunks: Sequence[torch.nn.Module], items: Sequence[_T], forward: Callable[[_T, torch.nn.Module], ForwardStep], *,
     tokens: int, forward_only: bool,
 ) -> None:  # fmt: skip
-    """Run ``forward`` on every item, and the backward unless ``forward_only``; nothing when there is no item.
+    """Run ``forward`` on every item and chunk, and the backward unless ``forward_only``; nothing without items.
 
     ``tokens`` is the length of the first item.
     """
     if not items:
         return
 
-    def step(iterator: Iterator[_T], stage: torch.nn.Module) -> ForwardStep:
-        return forward(next(iterator), stage)
+    def step(iterator: Iterator[_T], chunk: torch.nn.Module) -> ForwardStep:
+        return forward(next(iterator), chunk)
 
+    iterators = [iter(items) for _ in chunks]
     get_forward_backward_func()(
-        forward_step_func=step, data_iterator=iter(items), model=[model], num_microbatches=len(items),
-        seq_length=tokens, micro_batch_size=1, forward_only=forward_only,
+        forward_step_func=step, data_iterator=iterators if len(chunks) > 1 else iterators[0], model=list(chunks),
+        num_microbatches=len(items), seq_length=tokens, micro_batch_size=1, forward_only=forward_only,
     )  # fmt: skip

@@ -22,38 +22,25 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
-from ..algorithm import baselines, importance, normalization
-from ..algorithm.advantages import GroupScale, group_scale
+from ..algorithm import baselines, importance
 from ..algorithm.ess import ess_ratio, step_scale
 from ..config.models import AlgorithmConfig, RunConfig
 from ..types import Batch, PolicyVersion, StepResult
 from . import platform
+from .log_ratios import LogRatioExchange
 from .logprobs import token_logprobs
 from .opob_sums import OpobSums
-from .packing import Pack, Row, assign_groups, batch_rows, make_pack, split_into_packs
+from .packing import Pack
 from .parallel import Parallel, agree_sum
 from .results import RowFacts, RowTable, step_metrics, trajectory_results
 from .schedule import ForwardStep, Loss, as_loss, forward_tokens, run_schedule
 from .score_gradients import PackScores, ScoreSwitch, attach
+from .score_state import Coefficients
+from .step_plan import StepPlan
 from .training import Trainable
 
 #: Steps, all on-policy, whose median ESS ratio is the base when ``base_ess_ratio`` is "auto".
 AUTO_BASE_STEPS = 5
-
-#: What rewards are centred on before any norm is known: the baseline itself, or m_g until OPOB corrects it.
-_CENTRES = {"opob": baselines.group_mean, "group_mean": baselines.group_mean, "zero": baselines.zero}
-
-
-@dataclass
-class _Coefficients:
-    """Per-trajectory numbers that a pack's backward needs, float64 [n] each.
-
-    gradient  r_i = w_i (R_i - m_g) / std_g + a        sums  q_i = w_i
-    """
-
-    gradient: torch.Tensor
-    sums: torch.Tensor
-
 
 @dataclass
 class EssState:
@@ -91,16 +78,17 @@ class VcpoStep:
         self._switch = ScoreSwitch()
         self._sums: OpobSums | None = None
         if self._exact_norms:
-            parameters = attach(
-                trainable.model, self._switch, parallel.tensor_group, prefix="",
-                tied=trainable.shape.tie_word_embeddings,
-            )  # fmt: skip
-            self._sums = OpobSums(parameters, parallel, self._correction, config.algorithm.opob_accumulators)
-        self._scales: list[GroupScale] = []
-        self._centres: list[float] = []
+            parameters: dict[str, torch.nn.Parameter] = {}
+            for number, chunk in enumerate(trainable.chunks):
+                parameters |= attach(
+                    chunk, self._switch, parallel, prefix=f"{number}.", tied=trainable.shape.tie_word_embeddings
+                )
+            self._sums = OpobSums(
+                parameters, len(trainable.chunks), parallel, self._correction, config.algorithm.opob_accumulators
+            )
+        self._messages = LogRatioExchange(parallel, self._device)
         self._table = RowTable(0)
-        self._facts = RowFacts.of([], [], [], torch.zeros(0, dtype=torch.float64))
-        self._sends: list[dist.Work] = []
+        self._plan = StepPlan(RowFacts.of([], [], [], torch.zeros(0, dtype=torch.float64)), (), (), (), ())
 
     @property
     def accumulators(self) -> int:
@@ -116,13 +104,14 @@ class VcpoStep:
         and schedule unchanged and says so.
         """
         started = time.perf_counter()
-        silent, packs = self._plan(batch)
+        self._plan = plan = StepPlan.of(batch, self.config, self.parallel, self._device)
+        self._table = RowTable(len(plan.facts.rewards))
         self.trainable.zero_gradients()
-        self._forward_only(silent)  # groups of one reward have no gradient, but ESS needs their l_i
-        self._forward_and_backward(packs)  # l_i -> w_i -> r_i, q_i; |g_i|; b_g
+        self._forward_only(plan.silent)  # groups of one reward have no gradient, but ESS needs their l_i
+        self._forward_and_backward(plan.speaking)  # l_i -> w_i -> r_i, q_i; |g_i|; b_g
         seconds = time.perf_counter() - started
-        finalize_model_grads([self.trainable.wrapped])
-        table = self._agree([*silent, *packs])
+        finalize_model_grads(list(self.trainable.wrapped))
+        table = self._agree([*plan.silent, *plan.speaking])
         ratio = self._ess_ratio(table.log_ratio, self.config.algorithm.ess_weights)
         scale = self._step_scale(ratio)
         skipped = "" if math.isfinite(ratio) and table.finite else "non-finite step"
@@ -131,7 +120,7 @@ class VcpoStep:
             learning_rate = self._agreed(self.trainable.scheduled_learning_rate() * scale)
             total_norm = self.trainable.optimizer_step(learning_rate)
             self.ess_state.record(ratio)
-        facts, weights = self._facts, gradient_weights(table.log_ratio, self.config.algorithm)
+        facts, weights = plan.facts, gradient_weights(table.log_ratio, self.config.algorithm)
         metrics = step_metrics(
             table, facts, weights, ess_ratio=ratio, ess_ratio_truncated=self._ess_ratio(table.log_ratio, "truncated"),
             ess_scale=scale, learning_rate=learning_rate, total_norm=total_norm, skipped=bool(skipped),
@@ -149,14 +138,14 @@ class VcpoStep:
         base = self.ess_state.base(algorithm.base_ess_ratio)
         return step_scale(ratio, base, algorithm.ess_rule) if algorithm.ess_scaling and base is not None else 1.0
 
-    def _coefficients(self, pack: Pack, log_ratio: torch.Tensor) -> _Coefficients:
-        """r_i and q_i from l_i [n]; on every stage alike."""
+    def _coefficients(self, group: int, index: Sequence[int], log_ratio: torch.Tensor) -> Coefficients:
+        """r_i and q_i of rows ``index`` of a group from their l_i [n]; on every stage alike."""
         algorithm = self.config.algorithm
-        scale = self._scales[pack.group]
-        rewards = self._facts.rewards[[row.index for row in pack.rows]]
+        rewards = self._plan.facts.rewards[list(index)]
         weight = gradient_weights(log_ratio, algorithm)
         anchor = algorithm.behavior_anchor * (1.0 - self.ess_state.previous_ratio)
-        return _Coefficients(weight * (rewards - self._centres[pack.group]) * scale.inverse_std + anchor, weight)
+        centred = (rewards - self._plan.centres[group]) * self._plan.scales[group].inverse_std
+        return Coefficients(weight * centred + anchor, weight)
 
     def _correction(self, group: int, rows: Sequence[int], norms: torch.Tensor) -> float:
         """b_g of a group whose |g_i| are known; the factor of S_g in what is minimised."""
@@ -169,36 +158,11 @@ class VcpoStep:
             log_u = importance.truncated_log_weights(log_ratio, algorithm.is_threshold)
         else:
             log_u = log_ratio
-        baseline = baselines.opob(log_u, norms.cpu().log(), self._facts.rewards[index])
+        baseline = baselines.opob(log_u, norms.cpu().log(), self._plan.facts.rewards[index])
         self._table.record_baseline(index, norms.cpu(), baseline.value, baseline.fell_back)
-        scale = self._scales[group]
+        scale = self._plan.scales[group]
         # the accumulated sums hold -s_i (a loss is minimised): adding -(b - m)/std of them takes (b - m)/std s_i off G
         return -(baseline.value - scale.mean) * scale.inverse_std
-
-    # --- plan ---------------------------------------------------------------------------------
-
-    def _plan(self, batch: Batch) -> tuple[list[Pack], list[Pack]]:
-        """This replica's packs: of groups without variance (forward only), and of the others."""
-        groups = batch_rows(batch)
-        rows = [row for group in groups for row in group]
-        self._table = RowTable(len(rows))
-        algorithm = self.config.algorithm
-        self._scales = [group_scale(_rewards(group), algorithm.normalize_std) for group in groups]
-        self._centres = [_CENTRES[algorithm.baseline](_rewards(group)).value for group in groups]
-        sampled = torch.tensor([row.trajectory.num_sampled for row in rows])
-        coefficients = normalization.token_coefficients(
-            algorithm.loss_normalization, sampled, self.config.rollout.max_new_tokens
-        )
-        self._facts = RowFacts.of(groups, self._scales, self._centres, coefficients)
-        shares = assign_groups([sum(row.cost for row in group) for group in groups], self.parallel.data_size)
-        mine = shares[self.parallel.data_rank]
-        silent = [row for g in mine if not self._scales[g].has_variance for row in groups[g]]
-        speaking = [groups[g] for g in mine if self._scales[g].has_variance]
-        return self._packs(silent), [pack for group in speaking for pack in self._packs(group)]
-
-    def _packs(self, rows: Sequence[Row]) -> list[Pack]:
-        cut = split_into_packs(rows, self.config.train.max_pack_tokens)
-        return [make_pack(pack, 1, self._device) for pack in cut]
 
     # --- forward and backward -------------------------------------------------------------------
 
@@ -208,12 +172,15 @@ class VcpoStep:
     def _forward_and_backward(self, packs: Sequence[Pack]) -> None:
         if self._sums is not None:
             self._sums.start_step(packs)
-        self._schedule(packs, forward_only=False)
+        with self.trainable.no_sync():
+            self._schedule(packs, forward_only=False)
+        buckets = self.trainable.overlapped_buckets()
         if self._sums is not None:
-            self._sums.finish_step()
-        for send in self._sends:
-            send.wait()
-        self._sends.clear()
+            self._sums.finish_step(buckets)
+        else:
+            for bucket in buckets:
+                bucket.start_grad_sync()
+        self._messages.finish_step()
 
     def _schedule(self, packs: Sequence[Pack], *, forward_only: bool) -> None:
         forward = self._forward_without_gradient if forward_only else self._forward_with_gradient
@@ -226,12 +193,12 @@ class VcpoStep:
             logits.squeeze(0), pack.labels, self.config.rollout.temperature, self.trainable.shape.vocab_size,
             self.parallel.tensor_group,
         )  # fmt: skip
-        n, index = len(pack.rows), [row.index for row in pack.rows]
-        policy = logprobs.detach()
+        n, policy = len(pack.rows), logprobs.detach()
         log_ratio = importance.log_ratios(policy, pack.behavior_logprobs, pack.mask, pack.segments, n)
         weighted = importance.segment_sum(self._token_weights(pack, policy) * policy, pack.mask, pack.segments, n)
         entropies = importance.segment_sum(entropy, pack.mask, pack.segments, n)
-        self._table.record_forward(index, log_ratio.cpu(), weighted.cpu(), entropies.cpu())
+        sums = self._messages.sum_over_context(torch.stack([log_ratio, weighted, entropies]))
+        self._table.record_forward([row.index for row in pack.rows], *sums.cpu())
         return logprobs
 
     def _token_weights(self, pack: Pack, logprobs: torch.Tensor) -> torch.Tensor:
@@ -241,22 +208,25 @@ class VcpoStep:
         ratios = importance.token_log_ratios(logprobs, pack.behavior_logprobs, pack.mask)
         return importance.truncated_weights(ratios, self.config.algorithm.is_threshold).to(logprobs.dtype)
 
-    def _forward_without_gradient(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
+    def _forward_without_gradient(self, pack: Pack, chunk: torch.nn.Module) -> ForwardStep:
         def loss(logits: torch.Tensor) -> Loss:
             self._log_probs(pack, logits)
             return as_loss(logits.new_zeros(()))
 
-        return forward_tokens(model, pack.tokens, pack.positions, pack.boundaries), loss
+        return forward_tokens(chunk, pack.tokens, pack.positions, pack.layout), loss
 
-    def _forward_with_gradient(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
-        scores = PackScores(pack) if self._exact_norms else None
+    def _forward_with_gradient(self, pack: Pack, chunk: torch.nn.Module) -> ForwardStep:
+        scores = PackScores(pack, self.parallel) if self._exact_norms else None
         self._switch.current = scores
-        output = forward_tokens(model, pack.tokens, pack.positions, pack.boundaries)
+        output = forward_tokens(chunk, pack.tokens, pack.positions, pack.layout)
         self._switch.current = None
-        if self.parallel.is_last_stage:
+        is_last_chunk = chunk is self.trainable.wrapped[-1]
+        if is_last_chunk and self.parallel.is_last_stage:
             return output, lambda logits: self._loss(pack, scores, logits)
         if scores is not None:
-            self._watch_backward(output, scores, self._receive_log_ratio(pack))
+            # the last chunk is the first whose backward needs l_i; the others find them in the table
+            arriving = self._messages.receive(pack) if is_last_chunk and pack.step_rows else None
+            self._watch_backward(output, scores, arriving)
         return output, None
 
     def _loss(self, pack: Pack, scores: PackScores | None, logits: torch.Tensor) -> Loss:
@@ -268,51 +238,47 @@ class VcpoStep:
         logprobs = self._log_probs(pack, logits)
         index = [row.index for row in pack.rows]
         log_ratio = self._table.log_ratio[index]
-        per_trajectory = self._facts.token_coefficients[index]
+        per_trajectory = self._plan.facts.token_coefficients[index]
         if scores is None:
-            per_trajectory = per_trajectory * self._coefficients(pack, log_ratio).gradient
-        per_token = per_trajectory.to(logprobs)[pack.segments.clamp(max=len(index) - 1)]
-        per_token = per_token * self._token_weights(pack, logprobs.detach())
+            per_trajectory = per_trajectory * self._coefficients(pack.group, index, log_ratio).gradient
+        of_segment = torch.nn.functional.pad(per_trajectory, (0, 1))  # padding has none
+        per_token = of_segment.to(logprobs)[pack.segments] * self._token_weights(pack, logprobs.detach())
         loss = -torch.where(pack.mask, logprobs * per_token, 0.0).sum()
         if scores is not None:
-            self._send_log_ratio(log_ratio)
+            log_ratio = self._messages.of_step(pack, log_ratio)
+            self._table.log_ratio[pack.step_index] = log_ratio
+            if pack.step_rows:
+                self._messages.send(log_ratio)
             self._watch_backward(loss, scores, None)
         return as_loss(loss)
 
     def _watch_backward(
-        self, output: torch.Tensor, scores: PackScores, arriving: tuple[torch.Tensor, dist.Work] | None
+        self, output: torch.Tensor, scores: PackScores, arriving: tuple[dist.Work | None, torch.Tensor] | None
     ) -> None:
-        """When the backward of this pack starts on this stage, set its coefficients; see its end, too."""
+        """When the backward of this pack through a chunk starts, set its coefficients; see its end, too."""
         assert self._sums is not None
-        sums, index = self._sums, [row.index for row in scores.pack.rows]
+        sums, pack = self._sums, scores.pack
 
         def start(_: torch.Tensor) -> None:
             if arriving is not None:
-                log_ratio, work = arriving
+                work, log_ratio = arriving
+                assert work is not None
                 work.wait()
-                self._table.log_ratio[index] = log_ratio.cpu()
-            coefficients = self._coefficients(scores.pack, self._table.log_ratio[index])
-            scores.gradient_coefficients = coefficients.gradient.to(self._device)
-            scores.sum_coefficients = coefficients.sums.to(self._device)
+                self._table.log_ratio[pack.step_index] = log_ratio.cpu()
+            scores.coefficients = self._coefficients(
+                pack.group, pack.step_index, self._table.log_ratio[pack.step_index]
+            )
             sums.begin(scores)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: sums.end(scores))
+            self._switch.current = scores  # for what is computed once more
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+        def end() -> None:
+            self._switch.current = None
+            sums.end(scores)
+            for work, message in scores.sends:
+                self._messages.keep(work, message)
 
         output.register_hook(start)
-
-    def _send_log_ratio(self, log_ratio: torch.Tensor) -> None:
-        """Last stage -> every earlier one; a few doubles that arrive long before they are needed."""
-        message = log_ratio.to(self._device)
-        for stage in range(self.parallel.pipeline_size - 1):
-            send = dist.isend(message, self.parallel.stage_global_rank(stage), group=self.parallel.log_ratio_group)
-            assert send is not None
-            self._sends.append(send)
-
-    def _receive_log_ratio(self, pack: Pack) -> tuple[torch.Tensor, dist.Work]:
-        log_ratio = torch.empty(len(pack.rows), dtype=torch.float64, device=self._device)
-        last = self.parallel.stage_global_rank(self.parallel.pipeline_size - 1)
-        work = dist.irecv(log_ratio, last, group=self.parallel.log_ratio_group)
-        assert work is not None
-        return log_ratio, work
 
     # --- agreement ------------------------------------------------------------------------------
 
@@ -321,8 +287,8 @@ class VcpoStep:
 
         The same reduction says whether any rank holds a non-finite gradient.
         """
-        speaks = self.parallel.speaks_for_replica
-        owned = self._table if speaks else RowTable(len(self._facts.rewards))
+        speaks = self.parallel.speaks_for_trajectories
+        owned = self._table if speaks else RowTable(len(self._plan.facts.rewards))
         owned.record_rank(
             gradients_are_finite=self.trainable.gradients_are_finite(),
             padded_tokens=sum(pack.padded for pack in packs) if speaks else 0,
@@ -343,7 +309,3 @@ def gradient_weights(log_ratio: torch.Tensor, algorithm: AlgorithmConfig) -> tor
     if algorithm.is_level == "sequence":
         return importance.truncated_weights(log_ratio, algorithm.is_threshold)
     return torch.ones_like(log_ratio)
-
-
-def _rewards(group: Sequence[Row]) -> torch.Tensor:
-    return torch.tensor([row.trajectory.reward for row in group], dtype=torch.float64)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -19,10 +21,10 @@ from .parallel import Parallel
 
 @dataclass(frozen=True)
 class Trainable:
-    """What a step changes. ``model`` is the bare GPTModel inside ``wrapped``."""
+    """What a step changes. ``chunks`` are the bare GPTModels inside ``wrapped``: one, or one a virtual stage."""
 
-    model: GPTModel
-    wrapped: DistributedDataParallel
+    chunks: tuple[GPTModel, ...]
+    wrapped: tuple[DistributedDataParallel, ...]
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     family: Family
@@ -30,12 +32,26 @@ class Trainable:
 
     def zero_gradients(self) -> None:
         """Forget the gradients of the last step."""
-        self.wrapped.zero_grad_buffer()
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def no_sync(self) -> contextlib.ExitStack:
+        """While it is entered no backward starts a reduction: the last one is not the end of the gradient."""
+        stack = contextlib.ExitStack()
+        for chunk in self.wrapped:
+            stack.enter_context(chunk.no_sync())
+        return stack
+
+    def overlapped_buckets(self) -> list[Any]:
+        """Bucket groups whose reduction the step starts itself; none where Megatron does it all at the end."""
+        if not self.wrapped[0].ddp_config.overlap_grad_reduce:
+            return []
+        return [b for chunk in self.wrapped for b in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
 
     def gradients_are_finite(self) -> bool:
         """True when every gradient that this rank holds is finite."""
-        buffers = self.wrapped.buffers + self.wrapped.expert_parallel_buffers
+        buffers = [b for chunk in self.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return all(bool(buffer.grad_data.isfinite().all()) for buffer in buffers)
 
     def scheduled_learning_rate(self) -> float:
@@ -54,12 +70,16 @@ class Trainable:
 
 def build_trainable(config: RunConfig, parallel: Parallel, *, load: bool) -> Trainable:
     """Build model, DDP, optimizer and schedule; ``load`` reads the weights of ``model.path``."""
-    model, family, shape = build_model(config, parallel, load=load)
-    # The step reduces gradients once, by finalize_model_grads, after the last baseline is known.
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    wrapped = DistributedDataParallel(model.config, ddp, model)
-    optimizer = get_megatron_optimizer(_optimizer_config(config), [wrapped])
-    return Trainable(model, wrapped, optimizer, _schedule(config, optimizer), family, shape)
+    chunks, family, shape = build_model(config, parallel, load=load)
+    # Gradients are reduced once, after the last baseline is known: see Trainable.no_sync.
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.optimizer.overlap_grad_reduce,
+        use_distributed_optimizer=config.optimizer.distributed,
+    )
+    wrapped = tuple(DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks)
+    optimizer = get_megatron_optimizer(_optimizer_config(config), list(wrapped))
+    return Trainable(tuple(chunks), wrapped, optimizer, _schedule(config, optimizer), family, shape)
 
 
 def _optimizer_config(config: RunConfig) -> OptimizerConfig:
@@ -75,6 +95,7 @@ def _optimizer_config(config: RunConfig) -> OptimizerConfig:
         adam_eps=chosen.eps,
         clip_grad=chosen.clip_grad,
         bf16=bf16,
+        use_distributed_optimizer=chosen.distributed,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
     )
 

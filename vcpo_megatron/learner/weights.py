@@ -19,14 +19,14 @@ from .training import Trainable
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """Where one rank's parameters are, and their order and shapes."""
+class _Held:
+    """What one rank holds: its coordinates, and the shape of each of its parameters."""
 
     rank: int
     data_rank: int
-    pipeline_rank: int
     tensor_rank: int
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    expert_tensor_rank: int
+    parameters: dict[str, tuple[int, ...]]
 
 
 class WeightGatherer:
@@ -35,18 +35,26 @@ class WeightGatherer:
     def __init__(self, trainable: Trainable, parallel: Parallel) -> None:
         self._trainable = trainable
         self._parallel = parallel
-        self._parameters = [(global_name(trainable.model, n), p) for n, p in trainable.model.named_parameters()]
-        mine = _Shard(
-            parallel.rank, parallel.data_rank, parallel.pipeline_rank, parallel.tensor_rank,
-            tuple((name, tuple(p.shape)) for name, p in self._parameters),
+        self._own = {global_name(c, n): p for c in trainable.chunks for n, p in c.named_parameters()}
+        mine = _Held(
+            parallel.rank, parallel.data_rank, parallel.tensor_rank, parallel.expert_tensor_rank,
+            {name: tuple(parameter.shape) for name, parameter in self._own.items()},
         )  # fmt: skip
-        everyone: list[_Shard] = [mine] * parallel.world_size
+        everyone: list[_Held] = [mine] * parallel.world_size
         dist.all_gather_object(everyone, mine, group=parallel.command_group)
-        replica = [shard for shard in everyone if shard.data_rank == 0]
-        self._stages = [
-            sorted((s for s in replica if s.pipeline_rank == stage), key=lambda s: s.tensor_rank)
-            for stage in range(parallel.pipeline_size)
-        ]
+        names = trainable.family.megatron_names(trainable.shape)
+        self._plan = [(name, self._holders(name, everyone)) for name in names]
+
+    def _holders(self, name: str, everyone: list[_Held]) -> list[_Held]:
+        """The ranks whose shards make up one parameter, in order; the first of several that hold the same."""
+        family = self._trainable.family
+        expert = family.is_expert(name)
+        first: dict[int, _Held] = {}
+        for held in everyone:
+            if name in held.parameters and (expert or held.data_rank == 0):
+                first.setdefault(held.expert_tensor_rank if expert else held.tensor_rank, held)
+        holders = [first[part] for part in sorted(first)]
+        return holders if family.partition_dim(name) is not None else holders[:1]
 
     def gather(
         self, value: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.data
@@ -56,26 +64,18 @@ class WeightGatherer:
         ``value`` picks what is gathered: the parameter, or its gradient. Every rank must run the
         iterator to its end.
         """
-        own = dict(self._parameters)
-        for stage in self._stages:
-            for position, (name, _) in enumerate(stage[0].parameters):
-                cut = self._trainable.family.partition_dim(name) is not None
-                holders = stage if cut else stage[:1]
-                if self._parallel.rank == 0:
-                    parts = [self._fetch(holder, own, position, value) for holder in holders]
-                    yield from self._trainable.family.to_hf(name, parts, self._trainable.shape)
-                elif self._parallel.rank in {holder.rank for holder in holders}:
-                    shard = value(own[name]).detach().to("cpu").contiguous()
-                    dist.send(shard, 0, group=self._parallel.command_group)
+        for name, holders in self._plan:
+            if self._parallel.rank == 0:
+                parts = [self._fetch(holder, name, value) for holder in holders]
+                yield from self._trainable.family.to_hf(name, parts, self._trainable.shape)
+            elif self._parallel.rank in {holder.rank for holder in holders}:
+                shard = value(self._own[name]).detach().to("cpu").contiguous()
+                dist.send(shard, 0, group=self._parallel.command_group)
 
-    def _fetch(
-        self, holder: _Shard, own: dict[str, torch.nn.Parameter], position: int,
-        value: Callable[[torch.nn.Parameter], torch.Tensor],
-    ) -> torch.Tensor:  # fmt: skip
-        name, shape = holder.parameters[position]
+    def _fetch(self, holder: _Held, name: str, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> torch.Tensor:
         if holder.rank == 0:
-            return value(own[name]).detach().to("cpu")
-        dtype = value(self._parameters[0][1]).dtype
-        received = torch.empty(shape, dtype=dtype)
+            return value(self._own[name]).detach().to("cpu")
+        dtype = value(next(iter(self._own.values()))).dtype
+        received = torch.empty(holder.parameters[name], dtype=dtype)
         dist.recv(received, holder.rank, group=self._parallel.command_group)
         return received

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from ..config.load import ConfigError
-from ..config.model_folder import ModelShape
+from ..config.model_folder import read_model
 from ..config.models import RunConfig
 from ..config.process import ERROR_PREFIX, ProcessContext
 from ..environments.base import EnvironmentSetupError
@@ -39,7 +39,7 @@ _EXPECTED = (
 
 def make_parts(context: ProcessContext, config: RunConfig) -> Parts:
     """The real parts of a run; errors in what they need are raised before any server starts."""
-    shape = ModelShape.read(config.model.path)
+    shape = read_model(config.model.path)
     environment = make_environment(config.environment, config.model.path, config.train.seed)
     changes = Changes()
     recorded = open_recorded(config) if config.rollout.engine == "replay" else None
@@ -53,14 +53,14 @@ def make_parts(context: ProcessContext, config: RunConfig) -> Parts:
 
     return Parts(
         environment=environment,
-        fleet=None if recorded else make_fleet(context, config, shape.vocab, changes),
+        fleet=None if recorded else make_fleet(context, config, shape.vocab_size, changes),
         recorded=recorded,
         socket=ControlServer(context.control, context.token),
         sinks=sinks,
         changes=changes,
         steps=steps,
-        vocab_size=shape.vocab,
-        context_length=config.rollout.context_length or shape.context,
+        vocab_size=shape.vocab_size,
+        context_length=config.rollout.context_length or shape.max_position_embeddings,
     )
 
 

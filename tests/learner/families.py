@@ -1,0 +1,68 @@
+"""Tiny random models of every family, made by transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+
+#: name -> (configuration class of transformers, what differs from SIZES)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-mha-tied": ("LlamaConfig", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama-3.1": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama-linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-dynamic": ("LlamaConfig", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-tied-yarn": ("Qwen2Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen3": ("Qwen3Config", {"head_dim": 12}),
+    "mistral": ("MistralConfig", {"head_dim": 12, "sliding_window": None}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "qwen2-moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 20}),
+    "qwen2-moe-mixed": (
+        "Qwen2MoeConfig",
+        {**EXPERTS, "shared_expert_intermediate_size": 20, "mlp_only_layers": [0], "norm_topk_prob": True},
+    ),
+    "qwen3-moe": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 12, "norm_topk_prob": True}),
+    "qwen3-moe-plain": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": True}),
+}
+
+
+def make_family(name: str, folder: Path, **save: Any) -> Path:
+    """A model whose norms and biases are far from their usual 1 and 0, so that a mix-up shows."""
+    kind, changes = FAMILIES[name]
+    torch.manual_seed(11)
+    config = getattr(transformers, kind)(**{**SIZES, **changes})
+    model = AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():
+        parameter.data.normal_(*((0.8, 0.2) if parameter.dim() == 1 else (0.0, 0.2)))
+    model.save_pretrained(folder, **save)
+    return folder
+
+
+def prompts(count: int = 3, longest: int = 400) -> list[torch.Tensor]:
+    """Random token ids, int64, the first one ``longest`` tokens long."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [longest, *(5 + 7 * i for i in range(count - 1))]
+    return [torch.randint(0, SIZES["vocab_size"], (length,), generator=generator) for length in lengths]
+
+
+def reference_logits(folder: Path) -> list[torch.Tensor]:
+    """transformers' float32 logits [T, V] of ``prompts``."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return [model(prompt[None]).logits[0] for prompt in prompts()]

@@ -1,0 +1,109 @@
+"""Every family in every layout computes transformers' logits and gives its weights back bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vcpo_megatron.learner.convert import Layout, import_hf
+
+from .families import FAMILIES, make_family, reference_logits
+from .scenarios import make_config
+from .world import run_world
+
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "single": (1, {}),
+    "tp2": (2, {"tensor": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "tp2 pp2": (4, {"tensor": 2, "pipeline": 2}),
+    "ep2": (2, {"expert": 2}),
+    "tp2 ep2": (2, {"tensor": 2, "expert": 2}),
+    "tp2 etp2": (2, {"tensor": 2, "expert_tensor": 2}),
+    "pp2 ep2": (4, {"pipeline": 2, "expert": 2}),
+    "tp2 pp2 ep2": (4, {"tensor": 2, "pipeline": 2, "expert": 2}),
+}
+
+
+def has_experts(family: str) -> bool:
+    return "moe" in family or "mixtral" in family
+
+
+#: Every family runs in the layouts of one and two ranks, these in those of four.
+IN_FOUR_RANKS = ("qwen2-tied-yarn", "qwen3", "mixtral", "qwen2-moe-mixed")
+#: Layouts that read a checkpoint, which was imported for another layout, in place of the Hugging Face folder.
+FROM_CHECKPOINT = ("tp2", "pp2 ep2", "tp2 pp2", "tp2 pp2 ep2")
+CASES = [
+    (layout, family)
+    for layout, (_, parallel) in LAYOUTS.items()
+    for family in FAMILIES
+    if has_experts(family) or not {"expert", "expert_tensor"} & parallel.keys()
+    if LAYOUTS[layout][0] < 4 or family in IN_FOUR_RANKS
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    return {family: make_family(family, root / family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(folders: dict[str, Path]) -> dict[str, Path]:
+    """Dense models for two stages; models with experts for two tensor-parallel and two expert-parallel ranks."""
+    found = {}
+    for family, folder in folders.items():
+        layout = Layout(tensor=2, expert=2) if has_experts(family) else Layout(pipeline=2)
+        found[family] = folder.with_name(f"{family}.checkpoint")
+        assert import_hf(folder, found[family], layout, vocab_multiple=8, progress=False) == {}
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    folders: dict[str, Path], checkpoints: dict[str, Path]
+) -> Callable[[str, str], dict[str, Any]]:
+    """outcomes(layout, family); layouts with the same number of ranks share one launch."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def outcome(layout: str, family: str) -> dict[str, Any]:
+        if (layout, family) not in found:
+            ranks = LAYOUTS[layout][0]
+            mine = [case for case in CASES if LAYOUTS[case[0]][0] == ranks]
+            runs = [(make_config(folders[f], ranks, parallel=LAYOUTS[name][1]), source(name, f)) for name, f in mine]
+            results = run_world(ranks, "learner.run_families:logits_each", {"cases": runs}, timeout_s=1500)
+            found.update(zip(mine, results, strict=True))
+        return found[layout, family]
+
+    def source(layout: str, family: str) -> str | None:
+        return str(checkpoints[family]) if layout in FROM_CHECKPOINT else None
+
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def references(folders: dict[str, Path]) -> dict[str, list[torch.Tensor]]:
+    return {family: reference_logits(folder) for family, folder in folders.items()}
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize(("layout", "family"), CASES)
+def test_logits_and_weights(
+    layout: str,
+    family: str,
+    folders: dict[str, Path],
+    outcomes: Callable[[str, str], dict[str, Any]],
+    references: dict[str, list[torch.Tensor]],
+) -> None:
+    outcome = outcomes(layout, family)
+    for found, expected in zip(outcome["logits"], references[family], strict=True):
+        assert expected.abs().max() > 1  # the comparison has something to compare
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    original = load_file(folders[family] / "model.safetensors")
+    assert outcome["weights"].keys() == original.keys()
+    for name, tensor in original.items():
+        assert torch.equal(outcome["weights"][name], tensor), name

@@ -1,0 +1,228 @@
+"""``vcpo convert import | export | verify``: Hugging Face folders and Megatron checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DONE, FAILED = 0, 1
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_convert(commands: Any) -> None:
+    """Add ``convert`` and its three actions to the parser of ``vcpo``."""
+    parser = commands.add_parser(
+        "convert",
+        help="convert and compare models: Hugging Face folders and Megatron checkpoints",
+        description="Convert between Hugging Face folders and Megatron distributed checkpoints, and compare models.",
+        epilog="example: vcpo convert import Qwen2.5-0.5B checkpoint --tensor 2",
+    )
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    _add_import(actions)
+    _add_export(actions)
+    _add_verify(actions)
+
+
+def _add_import(actions: Any) -> None:
+    parser = actions.add_parser(
+        "import",
+        help="Hugging Face folder -> Megatron distributed checkpoint",
+        description="Write a Megatron distributed checkpoint, tensor by tensor. Any layout can read it; the one "
+        "given finds its shards in pieces of their own. An interrupted import goes on where it was.",
+        epilog="example: vcpo convert import Qwen2.5-0.5B checkpoint --tensor 2 --pipeline 2",
+    )
+    parser.add_argument("source", type=Path, metavar="HF", help="Hugging Face folder")
+    parser.add_argument("out", type=Path, metavar="OUT", help="checkpoint to write; must not exist")
+    for name in ("tensor", "pipeline", "expert"):
+        parser.add_argument(f"--{name}", type=_count, default=1, metavar="N", help=f"{name}-parallel size (default: 1)")
+    parser.add_argument("--dtype", choices=_DTYPES, help="default: that of the files")
+    parser.add_argument(
+        "--vocab-multiple", type=_count, default=128, metavar="N",
+        help="the vocabulary is padded to a multiple of this; as model.vocab_multiple (default: %(default)s)",
+    )  # fmt: skip
+    _add_quiet(parser)
+    parser.set_defaults(command=_guarded(_import))
+
+
+def _add_export(actions: Any) -> None:
+    parser = actions.add_parser(
+        "export",
+        help="run or Megatron checkpoint -> Hugging Face folder",
+        description="Write a Hugging Face folder with tokenizer, chat template and generation configuration, from an "
+        "imported checkpoint, a run directory (its newest checkpoint), or RUN_DIR/checkpoints/step_N.",
+        epilog="example: vcpo convert export runs/first trained-model",
+    )
+    parser.add_argument("source", type=Path, metavar="RUN_OR_CKPT", help="run directory or checkpoint")
+    parser.add_argument("out", type=Path, metavar="HF_OUT", help="folder to write; must not exist")
+    parser.add_argument("--dtype", choices=_DTYPES, help="default: that of the checkpoint")
+    parser.add_argument(
+        "--max-shard-gb", type=float, default=5.0, metavar="GB", help="size of one file (default: %(default)s)"
+    )
+    _add_quiet(parser)
+    parser.set_defaults(command=_guarded(_export))
+
+
+def _add_verify(actions: Any) -> None:
+    parser = actions.add_parser(
+        "verify",
+        help="compare two models, name the first difference",
+        description="Compare configuration, names, shapes, dtypes and values of two models bit for bit, then log-probs "
+        "of prompts. Each is a Hugging Face folder, a checkpoint, a run directory, or http://HOST:PORT of a running "
+        "server (whose weights cannot be read: log-probs only). Exit 1 when they differ.",
+        epilog="example: vcpo convert verify Qwen2.5-0.5B checkpoint --logprobs",
+    )
+    parser.add_argument("a", metavar="A", help="folder, checkpoint, run or server")
+    parser.add_argument("b", metavar="B", help="folder, checkpoint, run or server")
+    parser.add_argument("--cast", action="store_true", help="compare different dtypes in the narrower one")
+    parser.add_argument("--logprobs", action="store_true", help="compare log-probs too (loads both models whole)")
+    parser.add_argument("--prompts", type=Path, metavar="JSONL", help='lines {"text": ...} or {"tokens": [...]}')
+    parser.add_argument("--tolerance", type=float, metavar="X", help="largest difference of a log-prob")
+    parser.set_defaults(command=_guarded(_verify))
+
+
+def _add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return int(text)
+
+
+def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """``run`` with the errors a user can cause as one line and exit code 1."""
+
+    def guarded(args: argparse.Namespace) -> int:
+        from .config.process import ERROR_PREFIX
+        from .conversion.errors import ConversionError
+
+        try:
+            return run(args)
+        except ConversionError as error:
+            print(f"{ERROR_PREFIX}{' '.join(str(error).split())}", file=sys.stderr)
+            return FAILED
+
+    return guarded
+
+
+def _import(args: argparse.Namespace) -> int:
+    from .learner.convert import Layout, import_hf
+
+    layout = Layout(args.tensor, args.pipeline, args.expert)
+    skipped = import_hf(
+        args.source, args.out, layout, dtype=args.dtype, vocab_multiple=args.vocab_multiple, progress=not args.quiet
+    )
+    for name, reason in skipped.items():
+        print(f"{name}: not imported: {reason}")
+    print(f"{args.out}: imported from {args.source}")
+    return DONE
+
+
+def _export(args: argparse.Namespace) -> int:
+    from .learner.convert import export_hf
+
+    export_hf(
+        args.source, args.out, dtype=args.dtype, max_file_bytes=int(args.max_shard_gb * 1e9), progress=not args.quiet
+    )
+    print(f"{args.out}: exported from {args.source}")
+    return DONE
+
+
+# --- verify -----------------------------------------------------------------------------------
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from .conversion.verify import compare
+
+    sides = [_side(name) for name in (args.a, args.b)]
+    servers = [side for side in sides if side is None]
+    if not servers:
+        found = compare(sides[0], sides[1], cast=args.cast)
+        if isinstance(found, str):
+            print(f"A and B differ: {found}")
+            return FAILED
+        print(f"{found.tensors} tensors, {found.bytes} bytes: equal, SHA-256 {found.digest}")
+    if servers or args.logprobs:
+        return _verify_logprobs(args, sides)
+    return DONE
+
+
+def _is_server(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def _side(name: str) -> Any:
+    """Tensors of one side; None for a server."""
+    from .conversion.verify import FolderTensors
+    from .learner.convert import OpenedCheckpoint
+
+    if _is_server(name):
+        return None
+    path = Path(name)
+    return FolderTensors(path) if (path / "config.json").is_file() else OpenedCheckpoint(path)
+
+
+def _verify_logprobs(args: argparse.Namespace, sides: Sequence[Any]) -> int:
+    from .conversion.errors import ConversionError
+    from .conversion.families import open_model
+    from .conversion.logprobs import TOLERANCES, read_prompts
+    from .conversion.verify import compare_logprobs
+    from .learner.convert import OpenedCheckpoint
+
+    local = next((number for number, side in enumerate(sides) if side is not None), None)
+    if local is None:
+        raise ConversionError("one of A and B must be a folder or a checkpoint, which says what the vocabulary is")
+    side = sides[local]
+    vocab_size = open_model(side.config)[1].vocab_size
+    folder = side.hf if isinstance(side, OpenedCheckpoint) else Path((args.a, args.b)[local])
+    prompts = read_prompts(args.prompts, folder, vocab_size)
+    kind = side.config.get("dtype") or side.config.get("torch_dtype") or "float32"
+    tolerance = args.tolerance if args.tolerance is not None else TOLERANCES.get(kind, 1e-3)
+    scored = [_logprobs(name, prompts, vocab_size) for name in (args.a, args.b)]
+    found = compare_logprobs(scored[0], scored[1], tolerance)
+    if isinstance(found, str):
+        print(f"A and B differ: {found}")
+        return FAILED
+    print(f"log-probs of {len(prompts)} prompts: equal to {found:.3g} (at most {tolerance:g})")
+    return DONE
+
+
+def _logprobs(name: str, prompts: Sequence[Sequence[int]], vocab_size: int) -> list[Tensor]:
+    if _is_server(name):
+        return _server_logprobs(name, prompts, vocab_size)
+    if (Path(name) / "config.json").is_file():
+        from .conversion.logprobs import reference_logprobs
+
+        return reference_logprobs(Path(name), prompts)
+    from .learner.checkpoint_logprobs import checkpoint_logprobs
+
+    return checkpoint_logprobs(Path(name), prompts)
+
+
+def _server_logprobs(url: str, prompts: Sequence[Sequence[int]], vocab_size: int) -> list[Tensor]:
+    import asyncio
+
+    import torch
+
+    from .conversion.errors import ConversionError
+    from .rollout.client import ServerClient, ServerError, ServerUnavailable
+    from .rollout.protocol import ProtocolError
+
+    async def score() -> list[list[float]]:
+        client = ServerClient(url, vocab_size, 600.0)
+        try:
+            return [await client.score(list(prompt)) for prompt in prompts]
+        finally:
+            await client.close()
+
+    try:
+        return [torch.tensor(row) for row in asyncio.run(score())]
+    except (ServerError, ServerUnavailable, ProtocolError) as error:
+        raise ConversionError(f"{url} could not score the prompts: {error}") from None

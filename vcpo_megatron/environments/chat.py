@@ -1,0 +1,109 @@
+"""Chat messages as a model's own template writes them, and their tokens: tokenizers and Jinja2, no transformers.
+
+A template is a Jinja2 program that comes with the model. It runs in a sandbox, with the names that
+transformers gives it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from .base import EnvironmentSetupError
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """Tokenizer and chat template of a model folder; EnvironmentSetupError when it has none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = _load_tokenizer(folder / "tokenizer.json")
+        settings = _read_json(folder / "tokenizer_config.json")
+        self._special = {key: _text(value) for key, value in settings.items() if key.endswith("_token")}
+        source = _template_source(folder, settings)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise EnvironmentSetupError(f"{folder}: its chat template is no valid Jinja2 ({error})") from None
+
+    def render(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> str:
+        """Text of a conversation, ending (by default) where the model's answer begins."""
+        try:
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=generation_prompt, **self._special
+            )
+        except jinja2.TemplateError as error:
+            raise EnvironmentSetupError(f"the chat template refuses these messages: {error}") from None
+
+    def tokens(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> tuple[int, ...]:
+        """Token ids of ``render``; the template writes special tokens itself, none are added."""
+        text = self.render(messages, generation_prompt=generation_prompt)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of sampled tokens without special ones."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise EnvironmentSetupError(f"{path}: no such file; set model.path to a folder with a tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for everything
+        raise EnvironmentSetupError(
+            f"{path}: not a tokenizer ({error}); take the tokenizer.json that came with the model"
+        ) from error
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise EnvironmentSetupError(f"{path}: cannot be read as JSON ({error}); correct the file") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _template_source(folder: Path, settings: Mapping[str, Any]) -> str:
+    """chat_template.jinja, as transformers 5 writes it, else ``chat_template`` of tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several by name
+        found = next((entry.get("template") for entry in found if entry.get("name") == "default"), None)
+    if not isinstance(found, str):
+        raise EnvironmentSetupError(
+            f"{folder}: no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
+            "take an instruction-tuned model"
+        )
+    return found
+
+
+def _text(token: Any) -> Any:
+    """Older tokenizer_config.json files describe a special token as an object."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,51 @@
+"""Log-probs of prompts by Megatron's own layers, from a checkpoint, in this one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from ..config.models import RunConfig
+from ..conversion.table import EMBEDDING
+from . import platform
+from .checkpoint_load import load_weights
+from .convert import OpenedCheckpoint
+from .model import build_network
+from .parallel import initialize
+from .scoring import score_with
+
+
+def checkpoint_logprobs(path: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """float32 [L - 1] for each prompt of L tokens, in the checkpoint's dtype. Call once in a process."""
+    platform.prepare()
+    opened = OpenedCheckpoint(path)
+    padded = opened.files.shape(EMBEDDING)[0]
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": opened.hf, "dtype": str(opened.dtype).removeprefix("torch."), "vocab_multiple": padded},
+            "train": {"steps": 1},
+            "environment": {"name": "none"},
+        }
+    )
+    if not dist.is_initialized():
+        dist.init_process_group(platform.backend(), store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = initialize(config)
+        chunks = build_network(config, parallel, opened.family, opened.shape)
+        load_weights(chunks, opened.path)
+        for chunk in chunks:
+            chunk.eval()
+        with torch.no_grad():
+            return [
+                torch.from_numpy(score_with(chunks, opened.shape.vocab_size, parallel, np.asarray(prompt)))
+                for prompt in prompts
+            ]
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,319 @@
+"""Hugging Face folder -> Megatron distributed checkpoint and back, one parameter at a time.
+
+Peak host memory is a few times the largest parameter, whatever the size of the model; no process group and
+no GPU are needed. What a checkpoint needs beside its tensors (config.json, tokenizer, ...) lies in its ``hf``
+folder, and ``MANIFEST`` says how it was made.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.load import ConfigError, load_resolved
+from ..config.model_families import tensors
+from ..config.run_directory import RunDirectory
+from ..conversion.errors import ConversionError, listed
+from ..conversion.families import Family, ModelShape, open_model
+from ..conversion.hf import HFFolder
+from ..conversion.ops import GateUp
+from ..conversion.partial import Partial, Progress, carried_files, fingerprint
+from ..conversion.shards import unconsumed
+from ..conversion.table import EMBEDDING
+from ..conversion.writer import FolderWriter
+from .checkpoint_files import CheckpointFiles, CheckpointWriter
+from .checkpoint_keys import stored
+
+MANIFEST, HF_PART = "vcpo_checkpoint.json", "hf"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Bytes after which what was written is made durable and recorded.
+SYNC_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout whose ranks will find their shards in pieces of their own; any other layout reads them too."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def check(self, shape: ModelShape, padded: int) -> None:
+        """ConversionError naming every size that the layout does not divide."""
+        experts = shape.experts.count if shape.experts else 1
+        sizes = [
+            (self.tensor, shape.num_attention_heads, "attention heads", "--tensor"),
+            (self.tensor, shape.num_key_value_heads, "key-value heads", "--tensor"),
+            (self.tensor, shape.ffn_hidden_size, "units of the MLP", "--tensor"),
+            (self.tensor, shape.experts.shared_ffn_hidden_size if shape.experts else 0, "units of the shared expert",
+             "--tensor"),
+            (self.tensor, padded, "rows of the padded vocabulary (--vocab-multiple)", "--tensor"),
+            (self.pipeline, shape.num_layers, "layers", "--pipeline"),
+            (self.expert, experts, "experts", "--expert"),
+        ]
+        wrong = [
+            f"{option} {ways} does not divide the {size} {what}"
+            for ways, size, what, option in sizes
+            if size % ways
+        ]
+        if wrong:
+            raise ConversionError("; ".join(wrong))
+
+    def file(self, family: Family, shape: ModelShape, name: str, rank: int) -> int:
+        """Number of the file for tensor-parallel part ``rank`` of a parameter."""
+        place = family.place(name)
+        per_stage = shape.num_layers // self.pipeline
+        if place.layer is None:
+            stage = 0 if name == EMBEDDING else self.pipeline - 1
+        else:
+            stage = place.layer // per_stage
+        if place.expert is None or shape.experts is None:
+            return stage * self.tensor + rank
+        owner = place.expert // (shape.experts.count // self.expert)
+        return self.pipeline * self.tensor + stage * self.expert + owner
+
+
+# --- import -----------------------------------------------------------------------------------
+
+
+def import_hf(
+    source: Path, out: Path, layout: Layout, *, dtype: str | None = None, vocab_multiple: int = 128,
+    progress: bool = True,
+) -> dict[str, str]:  # fmt: skip
+    """Write the checkpoint ``out`` from the HF folder ``source``; returns the tensors left out, with the reason.
+
+    ``dtype`` None keeps the one of the files. ConversionError, before anything is written, for a folder that
+    is damaged, incomplete, or holds tensors the model does not have; nothing stays behind then.
+    """
+    with HFFolder(source) as folder:
+        family, shape = open_model(folder.config)
+        skipped = unconsumed(folder, family, shape)
+        padded = -(-shape.vocab_size // vocab_multiple) * vocab_multiple
+        layout.check(shape, padded)
+        kind = DTYPES[dtype] if dtype else _one_dtype(folder, shape)
+        manifest = {
+            "format": 1, "architecture": family.architecture, "vocabulary": shape.vocab_size,
+            "padded_vocabulary": padded, "dtype": str(kind).removeprefix("torch."), "layout": asdict(layout),
+        }  # fmt: skip
+        names = family.megatron_names(shape)
+        total = sum(torch.Size(size).numel() for size in tensors(shape).values()) * kind.itemsize
+        plan = {**manifest, "source": str(source.absolute()), "files": fingerprint(source)}
+        partial = Partial(out, plan, total)
+        with partial.guarded():
+            _write_parameters(folder, family, shape, layout, padded, kind, names, partial, total, progress)
+            (partial.path / HF_PART).mkdir(exist_ok=True)
+            for path in carried_files(source):
+                shutil.copyfile(path, partial.path / HF_PART / path.name)
+            (partial.path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+            partial.finish()
+    return skipped
+
+
+def _write_parameters(
+    folder: HFFolder, family: Family, shape: ModelShape, layout: Layout, padded: int, kind: torch.dtype,
+    names: list[str], partial: Partial, total: int, show: bool,
+) -> None:  # fmt: skip
+    done = partial.steps[-1]["done"] if partial.steps else 0
+    writer = CheckpointWriter(partial.path, [entry for step in partial.steps for entry in step["entries"]])
+    progress = Progress(f"import {folder.path.name}", total, **({} if show else {"stream": None}))
+    progress.skip(sum(entry[4] for entry in writer.entries))
+    recorded, unsynced = len(writer.entries), 0
+    try:
+        for number, name in enumerate(names[done:], done + 1):
+            for count in _write_one(folder, family, shape, layout, padded, kind, name, writer):
+                unsynced += count
+                progress.add(count)
+            if unsynced >= SYNC_BYTES:
+                writer.sync()
+                partial.record({"done": number, "entries": writer.entries[recorded:]})
+                recorded, unsynced = len(writer.entries), 0
+        writer.finish()
+    finally:
+        writer.close()
+    progress.end()
+
+
+def _write_one(
+    folder: HFFolder, family: Family, shape: ModelShape, layout: Layout, padded: int, kind: torch.dtype, name: str,
+    writer: CheckpointWriter,
+) -> Iterator[int]:  # fmt: skip
+    """Write one parameter, a piece a rank; yields the bytes of each piece."""
+    op, place = family.place(name).row.op, stored(name, shape)
+    sources = [folder.tensor(source) for source in family.sources(name, shape)]
+    for tensor, source in zip(sources, family.sources(name, shape), strict=True):
+        _require_range(tensor, kind, f"{folder.path}: {source}")
+    ways = 1 if op.partition_dim is None or family.is_expert(name) else layout.tensor
+    for rank in range(ways):
+        shard = op.to_shard(sources, shape, rank, ways, padded).to(kind)
+        file, dim = layout.file(family, shape, name, rank), op.partition_dim or 0
+        whole = [length * (ways if axis == dim else 1) for axis, length in enumerate(shard.shape)]
+        halves = shard.chunk(2) if isinstance(op, GateUp) else (shard,)
+        for number, piece in enumerate(halves):
+            offsets = [0] * piece.dim()
+            offsets[dim] = (number * ways + rank) * piece.shape[dim]
+            writer.write(place, whole, file, offsets, piece.clone() if len(halves) > 1 else piece)
+            yield piece.numel() * piece.element_size()
+
+
+def _one_dtype(folder: HFFolder, shape: ModelShape) -> torch.dtype:
+    found = {folder.dtype(name) for name in tensors(shape)}
+    if len(found) > 1:
+        kinds = listed(sorted(str(kind).removeprefix("torch.") for kind in found))
+        raise ConversionError(f"{folder.path} holds tensors of several dtypes ({kinds}): choose one with --dtype")
+    return found.pop()
+
+
+# --- export -----------------------------------------------------------------------------------
+
+
+class OpenedCheckpoint:
+    """A checkpoint with the Hugging Face folder it belongs to: tensors by their HF names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.hf = _locate(path)
+        self.files = CheckpointFiles(self.path)
+        self.config = _json(self.hf / "config.json")
+        self.family, self.shape = open_model(self.config)
+        self.names = self.family.megatron_names(self.shape)
+        self._check_keys()
+        self.dtype = self._one_dtype()
+        self._owner = {hf: name for name in self.names for hf in self.family.sources(name, self.shape)}
+        self._last: tuple[str, dict[str, Tensor]] = ("", {})
+
+    def order(self) -> dict[str, tuple[int, ...]]:
+        """HF names and shapes in the order in which they are read best."""
+        return {hf: size for name in self.names for hf, size in self.family.sources(name, self.shape).items()}
+
+    def parameter(self, megatron_name: str) -> dict[str, Tensor]:
+        """HF tensors of one parameter; ConversionError for values that are not finite."""
+        whole = self.files.read(stored(megatron_name, self.shape))
+        if not bool(whole.isfinite().all()):
+            raise ConversionError(f"{self.path}: {megatron_name} holds nan or infinite values")
+        return dict(self.family.to_hf(megatron_name, [whole], self.shape))
+
+    def tensor(self, hf_name: str) -> Tensor:
+        owner = self._owner[hf_name]
+        if self._last[0] != owner:
+            self._last = (owner, self.parameter(owner))
+        return self._last[1][hf_name]
+
+    def _check_keys(self) -> None:
+        expected = {place.key: place for name in self.names for place in [stored(name, self.shape)]}
+        missing = [key for key in expected if key not in self.files]
+        extra = [key for key in self.files.keys() if key not in expected]
+        for what, keys in (("misses", missing), ("holds, unknown to the model,", extra)):
+            if keys:
+                raise ConversionError(f"{self.path} {what} {len(keys)} tensors: {listed(keys)}")
+        for name in self.names:
+            place = stored(name, self.shape)
+            own = list(self.files.shape(place.key)[len(place.stack) :])
+            wanted = self._whole_shape(name)
+            if own != wanted:
+                raise ConversionError(f"{self.path}: {name} has shape {own}, expected {wanted}")
+
+    def _whole_shape(self, name: str) -> list[int]:
+        sources = self.family.sources(name, self.shape).values()
+        blanks = [torch.empty(size, device="meta") for size in sources]
+        padded = self.files.shape(EMBEDDING)[0]
+        if padded < self.shape.vocab_size:
+            raise ConversionError(
+                f"{self.path}: {padded} rows of vocabulary, config.json has {self.shape.vocab_size}"
+            )
+        return list(self.family.place(name).row.op.to_shard(blanks, self.shape, 0, 1, padded).shape)
+
+    def _one_dtype(self) -> torch.dtype:
+        found = {self.files.dtype(stored(name, self.shape).key) for name in self.names}
+        if len(found) > 1:
+            raise ConversionError(f"{self.path} holds parameters of several dtypes: {listed(map(str, found))}")
+        return found.pop()
+
+
+def export_hf(
+    source: Path, out: Path, *, dtype: str | None = None, max_file_bytes: int = 5 * 10**9, progress: bool = True
+) -> None:
+    """Write the HF folder ``out`` from a checkpoint, or from the newest one of a run directory.
+
+    ``dtype`` None keeps the parameters' own. ConversionError leaves nothing behind.
+    """
+    opened = OpenedCheckpoint(source)
+    kind = DTYPES[dtype] if dtype else opened.dtype
+    order = opened.order()
+    total = sum(torch.Size(size).numel() for size in order.values()) * kind.itemsize
+    plan = {"source": str(opened.path.absolute()), "files": fingerprint(opened.path), "dtype": str(kind),
+            "max_file_bytes": max_file_bytes}  # fmt: skip
+    partial = Partial(out, plan, total)
+    with partial.guarded():
+        done = partial.steps[-1]["done"] if partial.steps else 0
+        begun = len({hf for name in opened.names[:done] for hf in opened.family.sources(name, opened.shape)})
+        writer = FolderWriter(partial.path, order, kind, max_file_bytes, done=begun)
+        bar = Progress(f"export {out.name}", total, **({} if progress else {"stream": None}))
+        unsynced = 0
+        try:
+            for number, name in enumerate(opened.names[done:], done + 1):
+                for hf, tensor in opened.parameter(name).items():
+                    _require_range(tensor, kind, hf)
+                    writer.write(hf, tensor)
+                    unsynced += tensor.numel() * kind.itemsize
+                    bar.add(tensor.numel() * kind.itemsize)
+                if unsynced >= SYNC_BYTES:
+                    writer.sync()
+                    partial.record({"done": number})
+                    unsynced = 0
+            writer.finish()
+        finally:
+            writer.close()
+        bar.end()
+        for path in carried_files(opened.hf):
+            shutil.copyfile(path, partial.path / path.name)
+        _state_dtype(partial.path / "config.json", opened.config, kind)
+        partial.finish()
+
+
+def _require_range(tensor: Tensor, kind: torch.dtype, name: str) -> None:
+    """Finite values must stay finite in another dtype."""
+    if tensor.dtype != kind and not bool(tensor.to(kind).isfinite().all()):
+        raise ConversionError(f"{name} overflows {str(kind).removeprefix('torch.')}")
+
+
+def _state_dtype(path: Path, config: dict[str, Any], kind: torch.dtype) -> None:
+    """Say the dtype in config.json; the file stays as it was when it says so already."""
+    name = str(kind).removeprefix("torch.")
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    if config.get(key) not in (name, None):
+        path.write_text(json.dumps({**config, key: name}, indent=2) + "\n")
+
+
+def _locate(path: Path) -> tuple[Path, Path]:
+    """The checkpoint's directory, and its Hugging Face folder, for a run, one of its checkpoints, or an import."""
+    if (path / MANIFEST).is_file():
+        return path, path / HF_PART
+    run = path if (path / "checkpoints").is_dir() else path.parent.parent
+    directory = RunDirectory(run)
+    if not directory.resolved.is_file():
+        raise ConversionError(f"{path} is neither an imported checkpoint, a run directory, nor a checkpoint of one")
+    try:
+        model = load_resolved(directory.resolved).model.path
+    except ConfigError as error:
+        raise ConversionError(f"{directory.resolved}: {'; '.join(error.problems)}") from None
+    if path != run:
+        return path, model
+    if not (steps := directory.complete_steps()):
+        raise ConversionError(f"{run} has no complete checkpoint")
+    return directory.checkpoint(steps[-1]), model
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ConversionError(f"{path} holds no JSON object")
+    return value
