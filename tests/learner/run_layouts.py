@@ -64,16 +64,18 @@ def save_and_load(
     saving: RunConfig, loading: list[RunConfig], batches: list[Batch], run_dir: str
 ) -> list[dict[str, Any]]:
     """Step, save, step on; then in each of ``loading``: load, and make that second step again."""
-    return [_continue(saving, batches, run_dir, resume=False), *load_and_continue(loading, batches, run_dir)]
+    platform.prepare()
+    steps = [(saving, False), *((config, True) for config in loading)]
+    return [_continue(config, batches, run_dir, resume=resume) for config, resume in steps]
 
 
 def load_and_continue(loading: list[RunConfig], batches: list[Batch], run_dir: str) -> list[dict[str, Any]]:
     """Load what ``save_and_load`` saved, in each layout, and step on the second batch."""
+    platform.prepare()
     return [_continue(config, batches, run_dir, resume=True) for config in loading]
 
 
 def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: bool) -> dict[str, Any]:
-    platform.prepare()
     from pathlib import Path
 
     from megatron.core import parallel_state

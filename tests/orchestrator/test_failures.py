@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections import Counter
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,19 @@ def test_a_full_disk_pauses_generation_and_loses_nothing(
 def test_a_stop_does_not_wait_for_a_full_disk_and_a_resume_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limited(monkeypatch, 2)
+    transactions = 0
+
+    class Full(RolloutStore):
+        @contextmanager
+        def transaction(self) -> Iterator[None]:
+            nonlocal transactions
+            transactions += not self._in_transaction
+            if transactions > 20:
+                raise StoreFullError(f"{self._path} cannot grow; free space on its disk")
+            with super().transaction():
+                yield
+
+    monkeypatch.setattr("vcpo_megatron.orchestrator.loop.RolloutStore", Full)
 
     async def stop(run: FakeRun, controller: Any) -> None:
         controller._recorder._retry_s = 0.05
