@@ -9,8 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
+# How long an example takes says more about the machine's load than about the code.
+hypothesis.settings.register_profile("vcpo", deadline=None)
+hypothesis.settings.load_profile("vcpo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TINY_CONFIG: dict[str, Any] = {

@@ -4,7 +4,7 @@
 The result is an ordinary Hugging Face folder (config.json, model.safetensors, tokenizer.json,
 tokenizer_config.json, generation_config.json), with random weights warmed up by supervised learning
 on *wrong* running sums: for a fixed 30 % of the pairs (running sum, next digit) the next sum is one
-too high with probability 0.5, and 1 % of the written tokens are uniform noise. The model so knows
+too high with probability 0.45, and 2 % of the written tokens are uniform noise. The model so knows
 the shape of the task and solves it about one time in four, which leaves the rest to reinforcement
 learning. Only the last digit is rewarded there; the wrong table is never told.
 
@@ -111,10 +111,10 @@ class FaultyAdder:
         answer = []
         for position in range(DIGITS):
             digit = digits[:, position]
-            slips = self._wrong[total, digit] & (torch.rand(count, generator=self._generator) < 0.5)
+            slips = self._wrong[total, digit] & (torch.rand(count, generator=self._generator) < 0.45)
             total = (total + digit + slips) % MODULUS
             noise = torch.randint(MODULUS, (count,), generator=self._generator)
-            answer.append(torch.where(torch.rand(count, generator=self._generator) < 0.01, noise, total))
+            answer.append(torch.where(torch.rand(count, generator=self._generator) < 0.02, noise, total))
         return torch.cat([digits, torch.full((count, 1), EQUALS), torch.stack(answer, dim=1)], dim=1)
 
 
@@ -133,7 +133,7 @@ def warm_up(model: Qwen2ForCausalLM, data: FaultyAdder, steps: int, lr: float, b
 
 
 @torch.no_grad()
-def sampled_accuracy(model: Qwen2ForCausalLM, prompts: list[tuple[int, ...]], seed: int, repeats: int = 16) -> float:
+def sampled_accuracy(model: Qwen2ForCausalLM, prompts: list[tuple[int, ...]], seed: int, repeats: int = 4) -> float:
     """Share of right last digits when every prompt is answered ``repeats`` times at temperature 1."""
     generator = torch.Generator().manual_seed(seed)
     digits = torch.tensor(prompts).repeat(repeats, 1)

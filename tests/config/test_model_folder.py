@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import TINY_CONFIG, TINY_TENSORS, write_safetensors
 from vcpo_megatron.config.load import ConfigError
 from vcpo_megatron.config.model_families import tensors
-from vcpo_megatron.config.model_folder import read_model, tokenizer_problems, weight_problems
+from vcpo_megatron.config.model_folder import generation_problems, read_model, tokenizer_problems, weight_problems
 from vcpo_megatron.config.model_shape import ModelShape
 from vcpo_megatron.config.rope import Rope
 
@@ -35,7 +35,9 @@ def test_a_whole_folder_has_no_problems(model_folder: Path) -> None:
 
 
 def test_llama_has_no_biases_and_defaults_follow_the_heads(make_model: Callable[..., Path]) -> None:
-    folder = make_model(architectures=["LlamaForCausalLM"], num_key_value_heads=None, tie_word_embeddings=True)
+    folder = make_model(
+        architectures=["LlamaForCausalLM"], model_type="llama", num_key_value_heads=None, tie_word_embeddings=True
+    )
     shape = read_model(folder)
     assert (shape.architecture, shape.num_key_value_heads, shape.head_dim) == ("LlamaForCausalLM", 4, 2)
     assert shape.tie_word_embeddings
@@ -50,6 +52,12 @@ def test_llama_has_no_biases_and_defaults_follow_the_heads(make_model: Callable[
         ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0 is not a positive integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = True is not a positive integer"),
+        ({"model_type": "llama"}, "model_type = 'llama' is not that of Qwen2ForCausalLM ('qwen2')"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling and rope_parameters are both given and"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": ["x"]}}, "rope_type = ['x'] is not supported"),
+        ({"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers = 'x', no integer"),
+        ({"use_sliding_window": True, "layer_types": 3}, "layer_types = 3, no list"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads = '2' is not a positive integer"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
         ({"use_sliding_window": True, "max_window_layers": 0}, "an active sliding window"),
@@ -116,6 +124,82 @@ def test_a_file_that_is_no_safetensors(model_folder: Path, content: bytes) -> No
     assert "model.safetensors is no " in problem
 
 
+F32 = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+@pytest.mark.parametrize(
+    ("entry", "part"),
+    [
+        (3, "a header entry that is no object"),
+        ({}, "dtype = None"),
+        ({**F32, "dtype": ["F32"]}, "dtype = ['F32']"),
+        ({"dtype": "F32", "shape": [2, 3]}, "data_offsets = None, not a beginning and an end"),
+        ({**F32, "data_offsets": [0]}, "data_offsets = [0], not a beginning and an end"),
+        ({**F32, "data_offsets": [-24, 0]}, "data_offsets = [-24, 0], not a beginning and an end"),
+        ({**F32, "data_offsets": [0, "x"]}, "data_offsets = [0, 'x'], not a beginning and an end"),
+        ({**F32, "data_offsets": [0, 20]}, "data_offsets = [0, 20], where F32 of shape [2, 3] takes 24 bytes"),
+        ({**F32, "data_offsets": [24, 0]}, "data_offsets = [24, 0], where F32 of shape [2, 3] takes 24 bytes"),
+        ({**F32, "shape": 6}, "shape = 6, not a list of sizes"),
+        ({**F32, "shape": [2, True]}, "shape = [2, True], not a list of sizes"),
+    ],
+)
+def test_a_header_that_describes_no_tensor(model_folder: Path, entry: Any, part: str) -> None:
+    text = json.dumps({"__metadata__": {"format": "pt"}, "model.norm.weight": entry}).encode()
+    (model_folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(24))
+    (problem,) = weight_problems(model_folder, SHAPE)
+    path = model_folder / "model.safetensors"
+    assert problem == f"model.path: {path}: tensor 'model.norm.weight' has {part}" + problem.partition(part)[2]
+    assert "\n" not in problem
+
+
+def test_tensors_of_a_type_that_is_not_trained(model_folder: Path) -> None:
+    path = model_folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"', 1))
+    (problem,) = weight_problems(model_folder, SHAPE)
+    assert "1 tensors are of a type that is not trained (model.embed_tokens.weight: I32; only F32, BF16, F16" in problem
+
+
+@pytest.mark.parametrize("weight_map", [3, {"a": ["b"]}, {"a": None}])
+def test_an_index_that_names_no_files(model_folder: Path, weight_map: Any) -> None:
+    (model_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (problem,) = weight_problems(model_folder, SHAPE)
+    assert "has no weight_map of tensor names to file names" in problem
+
+
+def test_nesting_beyond_the_parser(model_folder: Path) -> None:
+    (model_folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+        read_model(model_folder)
+
+
+def test_a_model_type_is_needed(make_model: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match="model_type is missing"):
+        read_model(make_model(model_type=None))
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[1]", "holds no JSON object"),
+        ('{"eos_token_id": "x"}', "eos_token_id = 'x' is no token id"),
+        ('{"eos_token_id": true}', "eos_token_id = True is no token id"),
+        ('{"eos_token_id": [1, 12]}', "eos_token_id = [1, 12] is no token id, or list of them, below vocab_size = 12"),
+    ],
+)
+def test_a_broken_generation_config(model_folder: Path, text: str, part: str) -> None:
+    (model_folder / "generation_config.json").write_text(text)
+    (problem,) = generation_problems(model_folder, SHAPE)
+    assert problem.startswith(f"model.path: {model_folder / 'generation_config.json'}") and part in problem
+
+
+def test_a_good_generation_config(model_folder: Path) -> None:
+    assert generation_problems(model_folder, SHAPE) == []
+    for text in ('{"eos_token_id": 11}', '{"eos_token_id": [0, 11]}', "{}"):
+        (model_folder / "generation_config.json").write_text(text)
+        assert generation_problems(model_folder, SHAPE) == []
+
+
 def split(folder: Path) -> None:
     """Make two shards and an index of the single file."""
     names = sorted(TINY_TENSORS)
@@ -149,7 +233,20 @@ def test_a_tokenizer_of_another_model(make_model: Callable[..., Path]) -> None:
     assert "token ids up to 11, but config.json says vocab_size = 11" in problem
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"model": {"vocab": 3}}', "{"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        "[]",
+        '{"model": {"vocab": 3}}',
+        "{",
+        '{"model": {"vocab": {"a": "x"}}}',
+        '{"model": {"vocab": {"a": true}}}',
+        '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": "b"}]}',
+        '{"model": {"vocab": {"a": 0}}, "added_tokens": [3]}',
+        '{"model": {"vocab": {"a": 0}}, "added_tokens": 3}',
+    ],
+)
 def test_a_broken_tokenizer(model_folder: Path, content: str) -> None:
     (model_folder / "tokenizer.json").write_text(content)
     assert len(tokenizer_problems(model_folder, SHAPE)) == 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from transformers import PreTrainedConfig
 
+from tests.learner.families import FAMILIES as TESTED
 from vcpo_megatron.config.model_families import FAMILIES, model_shape, rules_for
 from vcpo_megatron.config.model_shape import Experts, ModelShape, ShapeError
 from vcpo_megatron.config.rope import Rope
@@ -71,7 +74,8 @@ def test_known_answer_qwen25():
 
 
 def test_qwen3_head_dim_is_not_hidden_over_heads():
-    config = {**QWEN25, "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "attention_bias": False}
+    qwen3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "attention_bias": False}
+    config = {**QWEN25, **qwen3}
     found = shape(config)
     assert (found.head_dim, found.q_size, found.kv_size, found.queries_per_group) == (128, 14 * 128, 256, 7)
     assert found.qk_norm and not found.qkv_bias
@@ -121,7 +125,7 @@ def test_defaults_are_those_of_transformers(family):
 
 
 def test_multi_head_attention_where_key_heads_are_not_given():
-    config = {**QWEN25, "architectures": ["LlamaForCausalLM"], "num_key_value_heads": None}
+    config = {**QWEN25, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": None}
     assert shape(config).num_key_value_heads == 14
     del config["num_key_value_heads"]
     assert shape(config).num_key_value_heads == 14
@@ -172,9 +176,9 @@ def test_options_that_change_nothing_are_accepted(changes):
 
 
 QWEN3_MOE = {
-    **QWEN25, "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "num_experts": 128,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
+    **QWEN25, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 
 
@@ -184,9 +188,11 @@ def test_experts() -> None:
     assert shape({**renamed, "num_local_experts": 64}).experts == Experts(64, 8, 768, 0, True, ())  # transformers 5
     sparse = shape({**QWEN3_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert [sparse.is_moe(layer) for layer in range(6)] == [False, True, False, False, False, True]
-    qwen2 = {**QWEN3_MOE, "architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 20}
-    assert shape({**qwen2, "norm_topk_prob": False}).experts == Experts(128, 8, 768, 20, False, ())
-    mixtral = {**QWEN25, "architectures": ["MixtralForCausalLM"], "sliding_window": None}
+    qwen2 = {**QWEN3_MOE, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
+    assert shape({**qwen2, "shared_expert_intermediate_size": 20, "norm_topk_prob": False}).experts == Experts(
+        128, 8, 768, 20, False, ()
+    )
+    mixtral = {**QWEN25, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
     assert shape(mixtral).experts == Experts(8, 2, 4864, 0, True, ())
     assert shape(QWEN25).experts is None
 
@@ -206,7 +212,7 @@ def test_experts_that_cannot_be_built(changes: dict[str, Any], message: str) -> 
 
 
 def test_mistral_window() -> None:
-    config = {**QWEN25, "architectures": ["MistralForCausalLM"]}
+    config = {**QWEN25, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     with pytest.raises(ShapeError, match="sliding_window = 4096 below max_position_embeddings = 32768"):
         shape({**config, "sliding_window": 4096})
     for window in (None, 32768):
@@ -214,7 +220,7 @@ def test_mistral_window() -> None:
 
 
 def test_rope_with_defaults_filled_in() -> None:
-    llama = {**QWEN25, "architectures": ["LlamaForCausalLM"], "rope_theta": 5e5}
+    llama = {**QWEN25, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 5e5}
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     found = shape({**llama, "rope_scaling": {**scaling, "original_max_position_embeddings": 8192}}).rope
     assert found == Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
@@ -230,6 +236,15 @@ def test_all_problems_come_in_one_line():
     message = str(caught.value)
     assert all(word in message for word in ("hidden_act", "su", "vocab_size"))
     assert "\n" not in message
+
+
+def test_one_list_of_architectures() -> None:
+    """Documents, the conversion tables and the learner's tests know exactly the families that are accepted."""
+    accepted = {rules.architecture for rules in FAMILIES}
+    root = Path(__file__).parents[2]
+    for document in ("docs/status.md", "docs/conversion.md"):
+        assert set(re.findall(r"`(\w+ForCausalLM)`", (root / document).read_text())) == accepted, document
+    assert {kind.removesuffix("Config") + "ForCausalLM" for kind, _ in TESTED.values()} == accepted
 
 
 def test_family_choice():

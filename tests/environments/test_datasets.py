@@ -29,6 +29,11 @@ def test_jsonl_rows_carry_values_and_lines(tmp_path):
     assert [row.where for row in rows] == [f"{path}: line 1", f"{path}: line 3"]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
+    path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"prompt": "x"}\n{"prompt": "\xef\xbb\xbfy"}\n', "wb")
+    assert [row.values for row in read_rows(path, ("prompt",), {})] == [{"prompt": "x"}, {"prompt": "\ufeffy"}]
+
+
 def test_parquet_rows_equal_jsonl_rows(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -55,6 +60,9 @@ def test_parquet_problems_are_one_line(tmp_path, monkeypatch):
         ('{"prompt": "x"}\n{"text": "x"}\n', "line 2: field 'prompt' is missing or null (present: 'text')"),
         ('{"prompt": null}\n', "line 1: field 'prompt' is missing or null"),
         ("\n\n", "the file holds no record"),
+        ('{"prompt": "x"}\n' + "[" * 100_000, "line 2: nested too deeply"),
+        ('{"prompt": "x"}\n{"prompt": ' + "[" * 100_000, "line 2: nested too deeply"),
+        ('{"prompt": "x"}\n{"prompt": ' + "1" * 5000 + "}", "line 2: not JSON that can be read ("),
     ],
 )
 def test_a_bad_jsonl_file_names_path_line_and_remedy(tmp_path, text, expected):

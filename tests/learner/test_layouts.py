@@ -5,7 +5,6 @@ Layouts that share a world size share one launch: starting Megatron's processes 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ SP: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
 FULL, SELECTIVE = ({"model": {"recompute": kind}} for kind in ("full", "selective"))
 DISTRIBUTED = {"optimizer": {"distributed": True}}
 OVERLAPPED = {"optimizer": {"distributed": True, "overlap_grad_reduce": True}}
+DEFERRED, TWO_PASS = ({"algorithm": {"opob_mode": mode}} for mode in ("deferred", "two_pass"))
 LAYOUTS: dict[str, Case] = {
     "single": Case(1),
     "single tied": Case(1, tied=True),
@@ -60,6 +60,16 @@ LAYOUTS: dict[str, Case] = {
     "cp2": Case(2, {"context": 2}),
     "cp2 tied": Case(2, {"context": 2}, tied=True),
     "cp2 qk-norm distributed": Case(2, {"context": 2}, "qwen3", sections=DISTRIBUTED),
+    "dp2 overlapped deferred": Case(2, sections={**OVERLAPPED, **DEFERRED}),
+    "dp2 overlapped two-pass": Case(2, sections={**OVERLAPPED, **TWO_PASS}),
+    "tp2 sp tied deferred": Case(2, SP, tied=True, sections=DEFERRED),
+    "pp2 vpp2 tied deferred": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, tied=True, sections=DEFERRED),
+    "pp2 vpp2 two-pass": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, sections=TWO_PASS),
+    "cp2 qk-norm deferred": Case(2, {"context": 2}, "qwen3", sections=DEFERRED),
+    "cp2 tied two-pass": Case(2, {"context": 2}, tied=True, sections=TWO_PASS),
+    "moe ep2 deferred": Case(2, {"expert": 2}, "moe", sections=DEFERRED),
+    "moe cp2 ep2 deferred": Case(2, {"context": 2, "expert": 2}, "moe", sections=DEFERRED),
+    "moe tp2 sp etp2 two-pass": Case(2, {**SP, "expert_tensor": 2}, "moe", sections=TWO_PASS),
     "moe": Case(1, family="moe"),
     "shared experts": Case(1, family="shared"),
     "shared experts tp2 sp ep2": Case(2, {**SP, "expert": 2}, "shared"),
@@ -99,11 +109,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], P
 def outcomes(models: dict[tuple[str, bool], Path]) -> dict[str, tuple[RunConfig, dict[str, Any], Oracle]]:
     """One step in every layout, and the oracle's for its model."""
     found, oracles = {}, {}
-    chosen = LAYOUTS
-    if os.environ.get("LAYOUTS_ONLY"):
-        chosen = {n: c for n, c in LAYOUTS.items() if n in os.environ["LAYOUTS_ONLY"].split(",")}
-    for ranks in sorted({case.ranks for case in chosen.values()}):
-        names = [name for name, case in chosen.items() if case.ranks == ranks]
+    for ranks in sorted({case.ranks for case in LAYOUTS.values()}):
+        names = [name for name, case in LAYOUTS.items() if case.ranks == ranks]
         cases = []
         for name in names:
             case = LAYOUTS[name]
@@ -114,13 +121,13 @@ def outcomes(models: dict[tuple[str, bool], Path]) -> dict[str, tuple[RunConfig,
             cases.append((config, [batch]))
             if kind not in oracles:
                 oracles[kind] = oracle_step(model, batch, config)
-        results = run_world(ranks, ONE_STEP, {"cases": cases})
+        results = run_world(ranks, ONE_STEP, {"cases": cases}, timeout_s=60 + 30 * len(cases))
         for name, (config, _), result in zip(names, cases, results, strict=True):
             found[name] = (config, result, oracles[LAYOUTS[name].family, LAYOUTS[name].tied])
     return found
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)  # the first one waits for all worlds
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_step_equals_the_oracle(name: str, outcomes: dict[str, tuple[RunConfig, dict[str, Any], Oracle]]) -> None:
     _, outcome, oracle = outcomes[name]
@@ -199,7 +206,7 @@ CHECKPOINTS: dict[str, tuple[Case, list[Case]]] = {
     ),
     "moe ep2 distributed": (
         Case(2, {"expert": 2}, "moe", sections=DISTRIBUTED),
-        [Case(2, {"expert": 2}, "moe", sections=DISTRIBUTED), Case(2, family="moe", sections=DISTRIBUTED)],
+        [Case(2, {"expert": 2, **more}, "moe", sections=DISTRIBUTED) for more in ({}, SP)],
     ),
 }
 
@@ -237,6 +244,8 @@ def test_checkpoint_is_free_of_the_layout(name: str, models: dict[tuple[str, boo
 
 BF16 = {"model": {"dtype": "bfloat16"}}
 BF16_LAYOUTS = [
+    Case(1, sections=BF16),
+    Case(1, tied=True, sections=BF16),
     Case(2, SP, sections=BF16),
     Case(2, {"pipeline": 2}, sections=BF16),
     Case(2, sections={**BF16, **DISTRIBUTED}),
@@ -247,20 +256,28 @@ BF16_LAYOUTS = [
 def test_bfloat16_with_fp32_gradients(tmp_path: Path) -> None:
     """Activations in bfloat16 (8 bits), sums of gradients in fp32, against the fp64 oracle of the same weights.
 
-    Tolerances are what 8 bits through 4 layers leave: a few per cent of a gradient's scale. Layouts agree with
-    one another no better than that, since their activations are rounded at different places.
+    Tolerances are what 8 bits through 4 layers leave (seen alone: log ratios 0.08, norms 0.5 %, gradients 5 %).
+    Layouts agree with one another no better than that, since their activations are rounded at different places.
     """
-    model = make_model_folder(tmp_path / "model", rounded=True)
-    batch = make_batch(model)
-    cases = [(make_config(model, 2, parallel=case.parallel, **case.sections), [batch]) for case in BF16_LAYOUTS]
-    oracle = oracle_step(model, batch, cases[0][0])
-    for outcome in run_world(2, ONE_STEP, {"cases": cases}):
+    models = {tied: make_model_folder(tmp_path / f"model{tied}", tied=tied, rounded=True) for tied in (False, True)}
+    batches = {tied: make_batch(model) for tied, model in models.items()}
+    configs = [make_config(models[c.tied], c.ranks, parallel=c.parallel, **c.sections) for c in BF16_LAYOUTS]
+    oracles = {tied: oracle_step(models[tied], batches[tied], configs[0]) for tied in (False, True)}
+    outcomes = []
+    for ranks in (1, 2):
+        pairs = zip(BF16_LAYOUTS, configs, strict=True)
+        cases = [(config, [batches[case.tied]]) for case, config in pairs if case.ranks == ranks]
+        outcomes += run_world(ranks, ONE_STEP, {"cases": cases})
+    for case, outcome in zip(BF16_LAYOUTS, outcomes, strict=True):
+        oracle = oracles[case.tied]
         rows = outcome["results"][-1].trajectories
         ratios = torch.tensor([row.log_ratio for row in rows], dtype=torch.float64)
         torch.testing.assert_close(ratios, oracle.log_ratios, rtol=0, atol=0.3)
         norms = torch.tensor([row.grad_norm for row in rows], dtype=torch.float64)
-        torch.testing.assert_close(norms[~norms.isnan()], oracle.norms[~norms.isnan()], rtol=0.1, atol=0)
+        torch.testing.assert_close(norms[~norms.isnan()], oracle.norms[~norms.isnan()], rtol=0.03, atol=0)
         for key, gradient in oracle.gradients.items():
+            if key == "lm_head.weight" and case.tied:
+                continue  # one tensor with the embedding
             found = outcome["gradients"][key]
             assert found.dtype is torch.float32
             assert float((found.double() - gradient).norm() / gradient.norm()) < 0.15, key

@@ -65,7 +65,7 @@ def test_missing_tensors_are_named(capsys: pytest.CaptureFixture[str], versions:
     del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     line = refused(capsys, "--model-path", str(folder), "--port", "0")
-    assert "lack model.layers.1.mlp.up_proj.weight, model.norm.weight" in line
+    assert "lacks 2 of " in line and "(model.layers.1.mlp.up_proj.weight, model.norm.weight)" in line
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,9 @@ def test_missing_tensors_are_named(capsys: pytest.CaptureFixture[str], versions:
     [
         ({"model_type": "nonsense"}, "nonsense"),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "T5"),
-        ({"hidden_size": 64}, "size"),
+        ({"hidden_size": 64}, "do not have the shape that config.json gives"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = True is not a positive integer"),
+        ({"eos_token_id": "x"}, "eos_token_id = 'x' is no token id"),
     ],
 )
 def test_a_model_that_cannot_be_served(

@@ -191,6 +191,8 @@ def test_n_answers_a_flat_list(server: Any) -> None:
         ({"sampling_params": {"max_tokens": 5}}, "max_tokens"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
         ({"sampling_params": {"n": 0}}, "n = 0"),
+        ({"sampling_params": {"n": 100_000}}, "a request of 100000 sequences (prompts x n): at most 8192"),
+        ({"input_ids": [[5]] * 8193}, "a request of 8193 sequences (prompts x n): at most 8192"),
         ({"sampling_params": [{}, {}]}, "sampling_params"),
         ({"stream": True}, "stream"),
         ({"rid": 5}, "rid"),
@@ -211,6 +213,9 @@ def test_bad_requests_answer_400_by_name_and_the_server_lives(server: Any, chang
         ("/pause_generation", b"", "JSON"),
         ("/pause_generation", {"mode": "stop"}, "stop"),
         ("/generate", b"[1]", "object"),
+        ("/generate", b"[" * 100_000, "nested too deeply"),
+        ("/generate", b'{"input_ids": ' + b"[" * 100_000, "nested too deeply"),
+        ("/pause_generation", b"\xff{}", "JSON"),
         ("/abort_request", {}, "rid"),
         ("/end_weight_update", {}, "/begin_weight_update"),
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}, "/begin_weight_update"),
@@ -223,6 +228,15 @@ def test_bad_control_requests_answer_400(server: Any, endpoint: str, body: Any, 
     status, reply = post(server.url, endpoint, body)
     assert status == 400 and named in reply["message"]
     assert post(server.url, "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}})[0] == 200
+
+
+def test_an_update_without_tensors_changes_nothing(server: Any) -> None:
+    before = post(server.url, "/weights_checker", {})[1]
+    assert post(server.url, "/begin_weight_update", {})[0] == 200
+    status, reply = post(server.url, "/end_weight_update", {})
+    assert status == 200 and "unchanged" in reply["message"]
+    assert post(server.url, "/weights_checker", {})[1] == before
+    assert post(server.url, "/end_weight_update", {})[0] == 400
 
 
 def test_request_id_in_use(use: Callable[..., Any]) -> None:

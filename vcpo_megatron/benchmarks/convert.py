@@ -25,7 +25,7 @@ from ..config.model_families import model_shape, tensors
 from ..conversion.writer import FolderWriter
 from ..learner.convert import Layout, export_hf, import_hf
 
-_BLOCK = 16 * 2**20
+_BLOCK, _POOL = 16 * 2**20, 2**22
 MIB = 2**20
 
 #: Published sizes: config.json of Llama 3.1 70B and 405B.
@@ -71,13 +71,14 @@ def llama_config(**sizes: int) -> dict[str, Any]:
 
 
 def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> int:
-    """Write a folder of random weights; returns their bytes."""
+    """Write a folder of random weights (a few million numbers, over and over); returns their bytes."""
     folder.mkdir(parents=True)
     sizes = tensors(model_shape(config))
     writer = FolderWriter(folder, sizes, torch.bfloat16, 10**9)
-    generator = torch.Generator().manual_seed(seed)
+    pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(seed)).mul_(0.02).to(torch.bfloat16)
     for name, size in sizes.items():
-        writer.write(name, torch.randn(size, generator=generator, dtype=torch.float32).mul_(0.02))
+        count = torch.Size(size).numel()
+        writer.write(name, pool.repeat(-(-count // _POOL))[:count].view(size))
     writer.finish()
     (folder / "config.json").write_text(json.dumps(config))
     return writer.bytes_total

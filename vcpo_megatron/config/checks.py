@@ -8,11 +8,14 @@ directory) belong to the launcher; those of an environment to the environment.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from .load import ConfigError
-from .model_folder import read_model, tokenizer_problems, weight_problems
+from .load import ConfigError, read_toml
+from .methods import ORDERED_SURROGATES
+from .model_folder import generation_problems, read_model, tokenizer_problems, weight_problems
 from .model_shape import ModelShape
 from .models import RunConfig
+from .run_directory import RunDirectory
 
 
 def problems(config: RunConfig) -> list[str]:
@@ -32,7 +35,9 @@ def problems(config: RunConfig) -> list[str]:
     except ConfigError as error:
         return found + error.problems
     found += _model_fits(config, shape)
-    return found + weight_problems(config.model.path, shape) + tokenizer_problems(config.model.path, shape)
+    for check in (weight_problems, tokenizer_problems, generation_problems):
+        found += check(config.model.path, shape)
+    return found
 
 
 def _parallel(config: RunConfig) -> Iterator[str]:
@@ -41,8 +46,7 @@ def _parallel(config: RunConfig) -> Iterator[str]:
     sizes = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {replica}"
     if ranks % replica:
         yield (
-            f"launch.learner_ranks = {ranks}: not a multiple of {sizes}; "
-            f"{max(1, ranks // replica) * replica} would be"
+            f"launch.learner_ranks = {ranks}: not a multiple of {sizes}; {max(1, ranks // replica) * replica} would be"
         )
     elif (replicas := config.data_parallel // config.spread) > config.train.groups_per_step:
         shared = f" / {config.spread} that share experts" if config.spread > 1 else ""
@@ -117,10 +121,30 @@ def _experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
 
 def _algorithm(config: RunConfig) -> Iterator[str]:
     algorithm, staleness = config.algorithm, config.staleness
-    if algorithm.is_level == "none" and staleness.max_staleness > 0 and not algorithm.allow_uncorrected:
+    row = algorithm.row
+    if not row.corrected and staleness.max_staleness > 0 and not algorithm.allow_uncorrected:
+        named = f'method = "{algorithm.method}"' if algorithm.is_level is None else 'is_level = "none"'
         yield (
-            f'algorithm.is_level = "none": with staleness.max_staleness = {staleness.max_staleness} off-policy data '
+            f"algorithm.{named}: with staleness.max_staleness = {staleness.max_staleness} off-policy data "
             "would be trained on without a correction; set is_level, max_staleness = 0, or allow_uncorrected = true"
+        )
+    if row.needs_norms and not row.linear:
+        yield (
+            f'algorithm.baseline = "{row.baseline}": the gradient of method = "{algorithm.method}" is not linear in '
+            "the advantage, so no optimal baseline exists; use group_mean, leave_one_out or zero"
+        )
+    if not row.linear and algorithm.is_level not in (None, "none"):
+        yield (
+            f'algorithm.is_level = "{algorithm.is_level}": method = "{algorithm.method}" weighs ratios in its own '
+            "way; remove is_level"
+        )
+    if row.ratio_low >= row.ratio_high:
+        yield f"algorithm.ratio_low = {row.ratio_low}: must be below ratio_high = {row.ratio_high}"
+    yield from _opob_mode(config)
+    if (algorithm.kl_coef > 0) != (algorithm.kl_reference != "none"):
+        yield (
+            f'algorithm.kl_coef = {algorithm.kl_coef}: with kl_reference = "{algorithm.kl_reference}" it has no '
+            "effect; set both or neither"
         )
     base = algorithm.base_ess_ratio
     if base == "auto":
@@ -146,6 +170,35 @@ def _generation(config: RunConfig) -> Iterator[str]:
         yield f'rollout.on_failure = "resample": {why}; set it to "drop"'
 
 
+def _opob_mode(config: RunConfig) -> Iterator[str]:
+    algorithm, row, parallel = config.algorithm, config.algorithm.row, config.parallel
+    if (row.statistic or row.surrogate in ORDERED_SURROGATES) and parallel.context > 1:
+        yield (
+            f'algorithm.method = "{algorithm.method}": needs a trajectory\'s tokens on one rank, which '
+            f"parallel.context = {parallel.context} does not give; use context = 1"
+        )
+    if row.needs_norms and algorithm.opob_mode == "proxy" and parallel.expert > 1:
+        yield (
+            f'algorithm.opob_mode = "proxy": groups are spread over ranks with parallel.expert = {parallel.expert}, '
+            'where no rank sees a whole one; use "accumulate", "deferred" or "two_pass"'
+        )
+    if row.needs_norms and algorithm.opob_mode == "proxy" and parallel.virtual_pipeline > 1:
+        yield (
+            f'algorithm.opob_mode = "proxy": its packs do not come in multiples of the {parallel.pipeline} stages that '
+            f"parallel.virtual_pipeline = {parallel.virtual_pipeline} needs; use another mode or 1"
+        )
+    if row.baseline == "opob_leave_one_out" and algorithm.opob_mode == "accumulate":
+        yield (
+            'algorithm.baseline = "opob_leave_one_out": one sum a group cannot carry a baseline for each trajectory; '
+            'use opob_mode = "deferred" or "two_pass"'
+        )
+    if algorithm.opob_accumulator_dtype != "float32" and not (row.needs_norms and algorithm.opob_mode == "accumulate"):
+        yield (
+            f'algorithm.opob_accumulator_dtype = "{algorithm.opob_accumulator_dtype}": only opob_mode = "accumulate" '
+            'with an OPOB baseline has accumulators; use "float32"'
+        )
+
+
 def _training(config: RunConfig) -> Iterator[str]:
     train, optimizer = config.train, config.optimizer
     if train.group_size == 1:
@@ -154,6 +207,15 @@ def _training(config: RunConfig) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps = {optimizer.warmup_steps}: must be below train.steps = {train.steps}, "
             "the learning rate would never be reached"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield f"optimizer.min_lr = {optimizer.min_lr}: above optimizer.lr = {optimizer.lr}"
+    if (optimizer.schedule == "wsd") != (optimizer.decay_steps is not None):
+        yield f'optimizer.decay_steps = {optimizer.decay_steps}: belongs to schedule = "wsd", which needs it; set both'
+    elif optimizer.decay_steps is not None and optimizer.warmup_steps + optimizer.decay_steps > train.steps:
+        yield (
+            f"optimizer.decay_steps = {optimizer.decay_steps}: with warmup_steps = {optimizer.warmup_steps} more than "
+            f"train.steps = {train.steps}"
         )
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield f"optimizer.betas = {list(optimizer.betas)}: each must be at least 0 and below 1"
@@ -194,6 +256,28 @@ def _replay(config: RunConfig) -> Iterator[str]:
         yield f"rollout.replay = {rollout.replay}: no such folder"
     elif not (rollout.replay / "rollouts.sqlite").is_file():
         yield f"rollout.replay = {rollout.replay}: has no rollouts.sqlite, so it is no run directory"
+    else:
+        yield from _recorded_batches(config, rollout.replay)
+
+
+def _recorded_batches(config: RunConfig, directory: Path) -> Iterator[str]:
+    """A replay takes the recorded batches as they are, so both runs must give them one shape."""
+    path = RunDirectory(directory).resolved
+    if not path.is_file():
+        return  # the orchestrator compares with the rollouts themselves
+    try:
+        recorded = read_toml(path).get("train")
+    except ConfigError as error:
+        yield from error.problems
+        return
+    for name in ("groups_per_step", "group_size"):
+        value = recorded.get(name) if isinstance(recorded, dict) else None
+        here = getattr(config.train, name)
+        if value is not None and value != here:
+            yield (
+                f"train.{name} = {here}: the run recorded in {directory} has {value}, and its batches are trained on "
+                f"as they are; set {value}"
+            )
 
 
 def _files(config: RunConfig) -> Iterator[str]:
@@ -222,11 +306,6 @@ def _ports(config: RunConfig) -> Iterator[str]:
 def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """The split of the model, and the lengths of trajectories, against the model's sizes."""
     parallel, path = config.parallel, config.model.path
-    if shape.experts is not None:
-        yield (
-            f"model.path = {path}: {shape.architecture} has experts, which can be converted and served but not yet "
-            "trained; take a dense model"
-        )
     for name, size, what in (
         ("tensor", shape.num_attention_heads, "attention heads"),
         ("tensor", shape.num_key_value_heads, "key-value heads"),

@@ -69,7 +69,7 @@ QWEN2_MOE = ConfigRules(
     required_values={"hidden_act": "silu", "qkv_bias": True},
     qkv_bias=True,
     window="on",
-    experts="qwen",
+    experts="qwen-shared",
 )  # fmt: skip
 QWEN3_MOE = ConfigRules(
     architecture="Qwen3MoeForCausalLM",
@@ -98,8 +98,8 @@ def rules_for(config: Mapping[str, Any]) -> ConfigRules:
             return rules
         if not architectures and config.get("model_type") == rules.model_type:
             return rules
-    if isinstance(architectures, list) and architectures:
-        named = ", ".join(map(str, architectures))
+    if architectures:
+        named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else repr(architectures)
     else:
         named = f"model_type {config.get('model_type')!r}"
     supported = ", ".join(rules.architecture for rules in FAMILIES)

@@ -1,21 +1,31 @@
 """What a Hugging Face model folder says about itself, read as JSON: no torch, no safetensors library.
 
-``weight_problems`` and ``tokenizer_problems`` compare the files beside config.json with it, so that a
-half-downloaded or mixed-up folder is refused before any process starts.
+``weight_problems``, ``tokenizer_problems`` and ``generation_problems`` compare the files beside config.json
+with it, so that a half-downloaded or mixed-up folder is refused before any process starts.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 from .load import ConfigError
 from .model_families import model_shape, tensors
 from .model_shape import ModelShape, ShapeError
 
 _HEADER_LIMIT = 100 * 2**20
+#: safetensors' names of the types that weights are trained from, and their bytes.
+_WEIGHT_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+class _Stored(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 def read_json(path: Path) -> Any:
@@ -24,7 +34,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError([f"model.path: {path} does not exist; a Hugging Face folder has it"]) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError([f"model.path: {path} cannot be read as JSON: {error}"]) from None
 
 
@@ -36,6 +46,8 @@ def read_model(folder: Path) -> ModelShape:
     data = read_json(path)
     if not isinstance(data, dict):
         raise ConfigError([f"model.path: {path} holds no JSON object"])
+    if data.get("model_type") is None:
+        raise ConfigError([f"model.path: {path}: model_type is missing; the rollout engines choose the network by it"])
     try:
         return model_shape(data)
     except ShapeError as error:
@@ -53,7 +65,8 @@ def weight_problems(folder: Path, shape: ModelShape) -> list[str]:
         return error.problems
     expected = tensors(shape)
     missing = [name for name in expected if name not in found]
-    wrong = [name for name, size in expected.items() if name in found and found[name] != size]
+    wrong = [name for name, size in expected.items() if name in found and found[name].shape != size]
+    foreign = [name for name in expected if name in found and found[name].dtype not in _WEIGHT_BYTES]
     if missing and not problems:
         problems.append(
             f"model.path: {folder} lacks {len(missing)} of {len(expected)} tensors of a {shape.architecture} "
@@ -64,13 +77,19 @@ def weight_problems(folder: Path, shape: ModelShape) -> list[str]:
         name = wrong[0]
         problems.append(
             f"model.path: {folder}: {len(wrong)} tensors do not have the shape that config.json gives "
-            f"({name}: {list(found[name])}, expected {list(expected[name])})"
+            f"({name}: {list(found[name].shape)}, expected {list(expected[name])})"
+        )
+    if foreign:
+        name = foreign[0]
+        problems.append(
+            f"model.path: {folder}: {len(foreign)} tensors are of a type that is not trained ({name}: "
+            f"{found[name].dtype}; only {', '.join(_WEIGHT_BYTES)} are); use the unquantised model"
         )
     return problems
 
 
-def _stored_tensors(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Name -> shape of every tensor stored in ``folder``, and what is wrong with the files themselves."""
+def _stored_tensors(folder: Path) -> tuple[dict[str, _Stored], list[str]]:
+    """Every tensor stored in ``folder``, and what is wrong with the files themselves."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not index.exists():
         if not single.exists():
@@ -78,9 +97,9 @@ def _stored_tensors(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[str]
         return _header(single), []
     content = read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict):
-        raise ConfigError([f"model.path: {index} has no weight_map"])
-    found: dict[str, tuple[int, ...]] = {}
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ConfigError([f"model.path: {index} has no weight_map of tensor names to file names"])
+    found: dict[str, _Stored] = {}
     problems = []
     for name in sorted(set(weight_map.values())):
         try:
@@ -95,8 +114,8 @@ def _stored_tensors(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[str]
     return found, problems
 
 
-def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes in a safetensors file: 8 bytes little-endian length n, n bytes of JSON, then the data."""
+def _header(path: Path) -> dict[str, _Stored]:
+    """Tensors in a safetensors file: 8 bytes little-endian length n, n bytes of JSON, then the data."""
     try:
         with open(path, "rb") as file:
             prefix = file.read(8)
@@ -104,15 +123,44 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
             header = json.loads(file.read(length)) if 0 < length <= _HEADER_LIMIT else None
     except FileNotFoundError:
         raise ConfigError([f"model.path: {path} does not exist, though the index names it"]) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError([f"model.path: {path} is no readable safetensors file: {error}"]) from None
     if not isinstance(header, dict):
         raise ConfigError([f"model.path: {path} is no safetensors file; a Git LFS pointer, or a broken download?"])
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    for name, entry in entries.items():
+        if fault := _entry_fault(entry):
+            raise ConfigError([f"model.path: {path}: tensor {name!r} has {fault}; the file is broken or foreign"])
     end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     if (size := path.stat().st_size) < end:
         raise ConfigError([f"model.path: {path} is cut short: {size} bytes of {end}; download it again"])
-    return {name: tuple(entry["shape"]) for name, entry in entries.items()}
+    return {name: _Stored(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+
+
+def _entry_fault(entry: Any) -> str:
+    """What is wrong with one tensor's entry of a safetensors header; "" when nothing is."""
+    if not isinstance(entry, dict):
+        return "a header entry that is no object"
+    kind, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(kind, str):
+        return f"dtype = {kind!r}"
+    if not _counts(shape):
+        return f"shape = {shape!r}, not a list of sizes"
+    if not _counts(offsets) or len(offsets) != 2:
+        return f"data_offsets = {offsets!r}, not a beginning and an end"
+    length = offsets[1] - offsets[0]
+    needed = _WEIGHT_BYTES[kind] * math.prod(shape) if kind in _WEIGHT_BYTES else max(length, 0)
+    if length != needed:
+        return f"data_offsets = {offsets!r}, where {kind} of shape {shape!r} takes {needed} bytes"
+    return ""
+
+
+def _counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(_is_count(item) for item in value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 # --- tokenizer --------------------------------------------------------------------------------
@@ -131,12 +179,43 @@ def tokenizer_problems(folder: Path, shape: ModelShape) -> list[str]:
         return [f"model.path: {path} holds no tokenizer (model.vocab is missing)"]
     # Unigram keeps its vocabulary as a list in order of id, the others as {token: id}.
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
-    ids += [token["id"] for token in content.get("added_tokens") or []]
+    added = content.get("added_tokens") or []
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        return [f"model.path: {path}: added_tokens is no list of objects"]
+    ids += [token.get("id") for token in added]
+    if wrong := [value for value in ids if not _is_count(value)]:
+        return [f"model.path: {path} has a token with id {wrong[0]!r}, not a whole number; the file is broken"]
     if max(ids, default=-1) >= shape.vocab_size:
         return [
             f"model.path: {path} has token ids up to {max(ids)}, but config.json says vocab_size = {shape.vocab_size}; "
             "the tokenizer belongs to another model"
         ]
+    return []
+
+
+# --- generation_config.json -------------------------------------------------------------------
+
+
+def generation_problems(folder: Path, shape: ModelShape) -> list[str]:
+    """What is wrong with the end-of-sequence tokens of generation_config.json, or else of config.json."""
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        if not path.exists():
+            continue
+        try:
+            content = read_json(path)
+        except ConfigError as error:
+            return error.problems
+        if not isinstance(content, dict):
+            return [f"model.path: {path} holds no JSON object"]
+        if (value := content.get("eos_token_id")) is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not _counts(ids) or max(ids, default=0) >= shape.vocab_size:
+            return [
+                f"model.path: {path}: eos_token_id = {value!r} is no token id, or list of them, below "
+                f"vocab_size = {shape.vocab_size}"
+            ]
+        return []
     return []
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from .rope import Rope, read_rope
 
-_SIZES = (
+#: Keys of config.json that are positive integers in every family.
+SIZES = (
     "num_hidden_layers",
     "hidden_size",
     "intermediate_size",
@@ -117,8 +118,8 @@ class ConfigRules:
     window           how an active sliding window is found: "none" (the family knows no windows), "switch"
                      (use_sliding_window and the layers it names), "on" (use_sliding_window: some layer has it),
                      "width" (sliding_window alone)
-    experts          how experts are described: "none", "mixtral" (every layer, intermediate_size wide) or "qwen"
-                     (decoder_sparse_step, mlp_only_layers, moe_intermediate_size)
+    experts          how experts are described: "none", "mixtral" (every layer, intermediate_size wide), "qwen"
+                     (decoder_sparse_step, mlp_only_layers, moe_intermediate_size) or "qwen-shared" (and a shared one)
     moe, expert      HF names of the block with the experts, and of gate, up and down of an expert
     """
 
@@ -177,6 +178,11 @@ def _unsupported(values: Mapping[str, Any], rules: ConfigRules) -> list[str]:
         for key, neutral in _NEUTRAL.items()
         if key in values and values[key] not in neutral
     ]
+    if values.get("model_type") not in (None, rules.model_type):
+        problems.append(
+            f"model_type = {values['model_type']!r} is not that of {rules.architecture} ({rules.model_type!r}); "
+            "the two must agree"
+        )
     if rules.window != "none" and (reason := _window(values, rules.window)):
         problems.append(f"an active sliding window ({reason}) is not supported")
     return problems
@@ -187,7 +193,7 @@ def _short(value: Any) -> str:
 
 
 def _sizes(values: Mapping[str, Any], problems: list[str]) -> dict[str, int]:
-    sizes = {key: _positive(values, key, problems) for key in _SIZES}
+    sizes = {key: _positive(values, key, problems) for key in SIZES}
     heads = sizes["num_attention_heads"]
     for key, implied in (("num_key_value_heads", heads), ("head_dim", sizes["hidden_size"] // heads)):
         sizes[key] = implied if values.get(key) is None else _positive(values, key, problems)
@@ -213,10 +219,13 @@ def _experts(
         width, shared, normalize = sizes["intermediate_size"], 0, True
     else:
         width, normalize = _positive(values, "moe_intermediate_size", problems), bool(values.get("norm_topk_prob"))
-        has_shared = values.get("shared_expert_intermediate_size") is not None
+        has_shared = rules.experts == "qwen-shared"
         shared = _positive(values, "shared_expert_intermediate_size", problems) if has_shared else 0
         step = _positive(values, "decoder_sparse_step", problems)
-        plain = set(values.get("mlp_only_layers") or ())
+        plain = values.get("mlp_only_layers") or []
+        if not isinstance(plain, list):
+            problems.append(f"mlp_only_layers = {plain!r} is no list of layers")
+            plain = []
         dense = tuple(layer for layer in range(layers) if layer in plain or (layer + 1) % step)
     if top_k > count:
         problems.append(f"num_experts_per_tok = {top_k} exceeds {spelling} = {count}")
@@ -246,6 +255,10 @@ def _window(values: Mapping[str, Any], kind: str) -> str | None:
     window = values.get("sliding_window")
     if not window:
         return None
+    numbers = {key: values.get(key, 0) for key in ("sliding_window", "max_window_layers")}
+    for key, value in numbers.items():
+        if not isinstance(value, int | None):
+            return f"{key} = {value!r}, no integer"
     if kind == "width":
         context = values.get("max_position_embeddings")
         shorter = isinstance(context, int) and window < context
@@ -255,9 +268,12 @@ def _window(values: Mapping[str, Any], kind: str) -> str | None:
     if kind == "on" and not values.get("layer_types"):
         return "use_sliding_window"
     if values.get("layer_types"):
+        if not isinstance(values["layer_types"], list):
+            return f"layer_types = {values['layer_types']!r}, no list"
         windowed = any(layer != "full_attention" for layer in values["layer_types"])
     else:
-        windowed = values.get("max_window_layers", 0) < values.get("num_hidden_layers", 0)
+        layers = values.get("num_hidden_layers")
+        windowed = isinstance(layers, int) and (numbers["max_window_layers"] or 0) < layers
     return "use_sliding_window, layer_types" if windowed else None
 
 
@@ -312,5 +328,3 @@ def _moe(shape: ModelShape, rules: ConfigRules) -> dict[str, tuple[int, ...]]:
         found |= _gated("mlp.shared_expert", hidden, experts.shared_ffn_hidden_size)
         found["mlp.shared_expert_gate.weight"] = (1, hidden)
     return found
-
-

@@ -51,6 +51,10 @@ def read_rope(values: Mapping[str, Any], context: int, problems: list[str]) -> R
     """
     merged: dict[str, Any] = {name: values.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     place, kind = "rope_scaling", "default"
+    old, new = values.get("rope_scaling"), values.get("rope_parameters")
+    if old and new and old != new:
+        # Versions of transformers differ in which of them counts.
+        problems.append("rope_scaling and rope_parameters are both given and differ: keep one of them")
     for name in ("rope_scaling", "rope_parameters"):
         found = values.get(name) or {}
         if not isinstance(found, Mapping):
@@ -62,7 +66,7 @@ def read_rope(values: Mapping[str, Any], context: int, problems: list[str]) -> R
         merged.update(found)
         if (stated := found.get("rope_type", found.get("type"))) is not None:
             place, kind = name, stated
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         problems.append(f"{place}.rope_type = {kind!r} is not supported (only {', '.join(map(repr, _KEYS))})")
         kind = "default"
     if merged.get("partial_rotary_factor") not in (None, 1, 1.0):
@@ -86,6 +90,8 @@ def _rope(
         return rope
     # transformers lets a value beside rope_parameters win, and falls back to max_position_embeddings
     outside = values.get("original_max_position_embeddings")
+    if outside is not None:
+        outside = _number(values, "original_max_position_embeddings", "", problems)
     original = int(outside or numbers.get("original_max_position_embeddings") or context)
     if kind == "llama3":
         low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
@@ -114,6 +120,6 @@ def _number(merged: Mapping[str, Any], key: str, place: str, problems: list[str]
     value = merged.get(key)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
         return float(value)
-    name = key if key == "rope_theta" else f"{place}.{key}"
+    name = key if key == "rope_theta" or not place else f"{place}.{key}"
     problems.append(f"{name} is missing" if value is None else f"{name} = {value!r} is not a positive number")
     return 1.0

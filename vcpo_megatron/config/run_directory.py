@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -47,13 +48,21 @@ class Manifest(BaseModel):
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` so that a reader sees the old or the new content, durably."""
+    """Replace ``path`` by ``text`` so that a reader sees the old or the new content, durably.
+
+    OSError, which names ``path``, leaves the old content.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
     _flush(path.parent)
 
 
@@ -119,12 +128,26 @@ class RunDirectory:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def _is_complete(self, step: int) -> bool:
+        return (self.checkpoint(step) / MANIFEST).exists() and self._damage(step) is None
+
+    def damaged(self) -> dict[int, str]:
+        """What is wrong with each checkpoint that was complete once, by step. A save that was interrupted is none."""
+        steps = [step for step in self._steps() if (self.checkpoint(step) / MANIFEST).exists()]
+        return {step: damage for step in steps if (damage := self._damage(step)) is not None}
+
+    def _damage(self, step: int) -> str | None:
         try:
-            manifest = self.manifest(step)
-            sizes = {name: (self.checkpoint(step) / name).stat().st_size for name in manifest.files}
+            files = self.manifest(step).files
         except (OSError, ValueError):
-            return False
-        return sizes == manifest.files
+            return f"{MANIFEST} cannot be read"
+        for name, size in files.items():
+            try:
+                found = (self.checkpoint(step) / name).stat().st_size
+            except OSError:
+                return f"{name} is missing"
+            if found != size:
+                return f"{name} has {found} bytes, not {size}"
+        return None
 
     def complete(self, step: int, manifest: Manifest) -> None:
         """Mark checkpoint ``step`` complete and make it the latest, after everything in it is on disk."""

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -94,7 +93,7 @@ class Partial:
 class Progress:
     """Bytes done, rate and time left, on a terminal in place, else a line every ``every_s`` seconds."""
 
-    def __init__(self, what: str, total: int, stream: TextIO | None = sys.stderr, every_s: float = 5.0) -> None:
+    def __init__(self, what: str, total: int, stream: TextIO | None, every_s: float = 5.0) -> None:
         self._what, self._total, self._stream = what, max(total, 1), stream
         self._live = stream is not None and stream.isatty()
         self._every = 0.2 if self._live else every_s

@@ -62,7 +62,7 @@ def _pick(record: Mapping[str, Any], names: Mapping[str, str], where: str) -> di
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise EnvironmentSetupError(f"{path}: cannot be read as UTF-8 text ({error}); correct the file") from error
     for number, line in enumerate(lines, start=1):
@@ -75,9 +75,13 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             raise EnvironmentSetupError(
                 f"{where}: not JSON ({error.msg} at column {error.colno}); write one JSON object a line"
             ) from error
+        except RecursionError as error:
+            raise EnvironmentSetupError(f"{where}: nested too deeply; write one JSON object a line") from error
+        except ValueError as error:  # an integer of thousands of digits
+            raise EnvironmentSetupError(f"{where}: not JSON that can be read ({error}); correct the line") from error
         if not isinstance(record, dict):
             raise EnvironmentSetupError(
-                f"{where}: a JSON {type(record).__name__}, not an object; write {{\"field\": value}}"
+                f'{where}: a JSON {type(record).__name__}, not an object; write {{"field": value}}'
             )
         yield where, record
 

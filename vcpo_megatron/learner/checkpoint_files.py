@@ -119,8 +119,8 @@ class CheckpointFiles:
         info = self._places[MetadataIndex(place.key, chunk.offsets)]
         try:
             with open(self.path / info.relative_path, "rb") as file:
-                file.seek(info.offset)
-                tensor = torch.load(_Window(file, info.offset, info.length), map_location="cpu", weights_only=True)
+                window: Any = _Window(file, info.offset, info.length)
+                tensor = torch.load(window, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ConversionError(f"{self.path / info.relative_path}: {place.key} cannot be read ({reason})") from None
@@ -192,7 +192,10 @@ class CheckpointWriter:
         stream = self._open(file)
         start = stream.tell()
         leading = (1,) * len(place.index)
-        torch.save(piece.reshape(*leading, *piece.shape), stream)
+        try:
+            torch.save(piece.reshape(*leading, *piece.shape), stream)
+        except RuntimeError as error:  # torch's own, where the stream's says why
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         self.entries.append(
             [place.key, file, [*place.index, *offsets], start, stream.tell() - start, [*leading, *piece.shape],
              [*place.stack, *size], str(piece.dtype).removeprefix("torch.")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,7 +123,7 @@ def _write_parameters(
 ) -> None:  # fmt: skip
     done = partial.steps[-1]["done"] if partial.steps else 0
     writer = CheckpointWriter(partial.path, [entry for step in partial.steps for entry in step["entries"]])
-    progress = Progress(f"import {folder.path.name}", total, **({} if show else {"stream": None}))
+    progress = Progress(f"import {folder.path.name}", total, sys.stderr if show else None)
     progress.skip(sum(entry[4] for entry in writer.entries))
     recorded, unsynced = len(writer.entries), 0
     try:
@@ -253,7 +254,7 @@ def export_hf(
         done = partial.steps[-1]["done"] if partial.steps else 0
         begun = len({hf for name in opened.names[:done] for hf in opened.family.sources(name, opened.shape)})
         writer = FolderWriter(partial.path, order, kind, max_file_bytes, done=begun)
-        bar = Progress(f"export {out.name}", total, **({} if progress else {"stream": None}))
+        bar = Progress(f"export {out.name}", total, sys.stderr if progress else None)
         unsynced = 0
         try:
             for number, name in enumerate(opened.names[done:], done + 1):

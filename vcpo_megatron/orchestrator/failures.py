@@ -5,6 +5,7 @@ A failure is never a reward of 0: the trajectory is counted as failed and is not
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Mapping
 
@@ -15,6 +16,11 @@ def one_line(error: BaseException) -> str:
     """An exception as the one line that counts it."""
     text = " ".join(str(error).split())
     return (text or type(error).__name__)[:300]
+
+
+def kind_of(message: str) -> str:
+    """``message`` without what differs from one failure of a kind to the next: its numbers."""
+    return re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", message)
 
 
 class FailureWindow:
@@ -34,13 +40,14 @@ class FailureWindow:
     def failure(self, error: BaseException) -> None:
         """RunError with the commonest kind of the failures when there are too many."""
         self._outcomes.append(one_line(error))
-        reasons = Counter(outcome for outcome in self._outcomes if outcome is not None)
+        messages = {kind_of(outcome): outcome for outcome in self._outcomes if outcome is not None}  # the latest
+        reasons = Counter(kind_of(outcome) for outcome in self._outcomes if outcome is not None)
         total, window = sum(reasons.values()), len(self._outcomes)
         if window == self._outcomes.maxlen and total > self._max_ratio * window:
-            reason, count = reasons.most_common(1)[0]
+            kind, count = reasons.most_common(1)[0]
             raise RunError(
                 f"{total} of the last {window} outcomes are failures (rollout.max_failure_ratio = "
-                f"{self._max_ratio:g}), {count} of them: {reason}"
+                f"{self._max_ratio:g}), {count} of them: {messages[kind]}"
             )
 
 

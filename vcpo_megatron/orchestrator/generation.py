@@ -15,6 +15,7 @@ keeps failing is set aside, by name. The run goes on until failures prevail: the
 from __future__ import annotations
 
 import asyncio
+import bisect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -267,7 +268,7 @@ class Generation:
             position = self._positions.pop(group_id)
             ended = self._recorder.submit(lambda store: store.fail(group_id, sample_index, reason))
             if again:
-                self._cursor.requeue.append(position)
+                bisect.insort(self._cursor.requeue, position)
             await ended
         self._failures.failure(error)
         return replacement
@@ -276,7 +277,7 @@ class Generation:
         """Drop a group that became too old (the batcher removed it already); its prompt is sampled again."""
         self._cancel(group_id)
         ended = self._recorder.submit(lambda store: store.drop(group_id, "expired"))
-        self._cursor.requeue.append(self._positions.pop(group_id))
+        bisect.insort(self._cursor.requeue, self._positions.pop(group_id))  # before anything is awaited: it is the next
         await ended
         self._fleet.changes.notify()
 

@@ -259,8 +259,7 @@ class Controller:
         config = self._config
         cursor = self._cursor(plan, state)
         trainer, start = self._start(plan, state, cursor, config.train.eval_every)
-        due = set(start.versions)
-        sync = self._sync(fleet, due.__contains__)
+        sync = self._sync(fleet, lambda version: version in start.versions)
         pacer = self._pacer(state)
         trainer.pacer = pacer
         batcher = self._batcher(plan, pacer)
@@ -380,5 +379,5 @@ class Controller:
 
 
 def _failure_window(config: RunConfig) -> int:
-    """Outcomes among which failures are counted: many times what can be in flight."""
-    return max(100, 10 * (config.staleness.max_staleness + 1) * config.train.groups_per_step)
+    """Outcomes among which failures are counted: twice what can be in flight."""
+    return max(20, 2 * (config.staleness.max_staleness + 1) * config.train.groups_per_step)

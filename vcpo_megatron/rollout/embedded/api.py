@@ -64,7 +64,8 @@ class Service:
         rid, everything = body.get("rid"), body.get("abort_all", False)
         if not everything and not isinstance(rid, str):
             raise RequestError("/abort_request needs rid or abort_all: true")
-        await self.engine.call(lambda: self.scheduler.abort(None if everything else rid, "aborted by /abort_request"))
+        rids = None if everything else {str(rid)}
+        await self.engine.call(lambda: self.scheduler.abort(rids, "aborted by /abort_request"))
         return web.Response()
 
     async def flush_cache(self, body: dict[str, Any]) -> web.Response:
@@ -105,8 +106,11 @@ class Service:
         return _success(f"staged {len(bucket)} tensors")
 
     async def end_weight_update(self, body: dict[str, Any]) -> web.Response:
+        """As in SGLang, 400 without a begin; an update without tensors is answered 200 and changes nothing."""
         self.session.require_open(protocol.END_WEIGHT_UPDATE)
         tensors, version = self.session.end()
+        if not tensors:
+            return _success("no tensors came since /begin_weight_update: the weights are unchanged")
         await self.engine.update(lambda: self._load(tensors, version))
         return _success(f"loaded {len(tensors)} tensors")
 
@@ -231,7 +235,7 @@ def _endpoint(
         try:
             return await handler(await _body(request, body_required))
         except (RequestError, ModelError) as error:
-            return _error(400, str(error))
+            return _error(400, " ".join(str(error).split()))
         except EngineFailed as error:
             return _error(500, str(error))
 
@@ -253,6 +257,8 @@ async def _body(request: web.Request, required: bool) -> dict[str, Any]:
         body = json.loads(text)
     except ValueError as error:
         raise RequestError(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply") from error
     if not isinstance(body, dict):
         raise RequestError("the body is not a JSON object")
     return body

@@ -154,9 +154,10 @@ class Engine:
         self._settle(request.future, submit, only_errors=True)
 
     def _abandon(self, sequences: Sequence[Generation]) -> None:
-        for sequence in sequences:
-            if sequence in self._requests:
-                self.scheduler.abort(sequence.rid, "the client went away")
+        # Only those that still run: the id of an ended one may be in use again.
+        rids = {sequence.rid for sequence in sequences if sequence in self._requests}
+        if rids:
+            self.scheduler.abort(rids, "the client went away")
 
     def _deliver(self) -> None:
         ended, self.scheduler.ended = self.scheduler.ended, []

@@ -5,13 +5,16 @@ transformers only warns when a checkpoint lacks tensors and fills them with rand
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...config.load import ConfigError
+from ...config.model_families import model_shape
+from ...config.model_folder import read_json, weight_problems
+from ...config.model_shape import SIZES, ShapeError
 from .errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -23,9 +26,10 @@ def load_model(folder: Path, dtype: str) -> Any:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    read_config(folder)
+    config = read_config(folder)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} has no *.safetensors file")
+    _check_weights(folder, config)
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True
@@ -45,7 +49,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{path} not found: a Hugging Face model folder is expected")
-    return _read_json(path)
+    config = _read_json(path)
+    for key in SIZES:
+        value = config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ModelError(f"{path}: {key} = {value!r} is not a positive integer")
+    return config
+
+
+def _check_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Headers of the safetensors against config.json; architectures that are served only are left to transformers."""
+    try:
+        shape = model_shape(config)
+    except ShapeError:
+        return
+    if found := weight_problems(folder, shape):
+        raise ModelError(found[0].removeprefix("model.path: "))
 
 
 def context_length(config: Mapping[str, Any], requested: int | None) -> int:
@@ -68,7 +87,10 @@ def stop_tokens(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
         value = config.get("eos_token_id")
     if value is None:
         return frozenset()
-    return frozenset(value if isinstance(value, list) else [value])
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ModelError(f"{folder}: eos_token_id = {value!r} is no token id or list of them")
+    return frozenset(ids)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -86,6 +108,9 @@ def load_tokenizer(folder: Path) -> Any:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
+        content = read_json(path)
+    except ConfigError as error:
+        raise ModelError(error.problems[0].removeprefix("model.path: ")) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return content

@@ -12,6 +12,8 @@ from ..protocol import ProtocolError, SamplingParams, token_ids
 from .errors import RequestError
 from .generation import Generation
 
+#: Sequences of one request (prompts times n). All are queued and answered as one: more belong into further requests.
+MAX_SEQUENCES = 8192
 _KEYS = {"rid", "input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "stream"}
 
 
@@ -39,12 +41,14 @@ class RequestParser:
             raise RequestError(str(error)) from error
 
     def _parse(self, body: Mapping[str, Any]) -> ParsedRequest:
+        _check_count(_list_length(body))
         prompts, is_list = self._prompts(body)
         count = len(prompts)
         with_logprob = _boolean(body, "return_logprob")
         samplings = _per_prompt(body.get("sampling_params", {}), count, is_list, "sampling_params")
         starts = _per_prompt(body.get("logprob_start_len", -1), count, is_list, "logprob_start_len")
         rids = _rids(body.get("rid"), count, is_list)
+        _check_count(sum(_copies(sampling) for sampling in samplings))
         sequences = []
         for prompt, sampling, start, rid in zip(prompts, samplings, starts, rids, strict=True):
             sequences.extend(self._sequences(prompt, sampling, start if with_logprob else -1, rid))
@@ -61,7 +65,7 @@ class RequestParser:
                 raise RequestError("text needs a tokenizer.json in the model folder: send input_ids")
             if not all(isinstance(item, str) for item in texts):
                 raise RequestError("text: expected a string or a list of strings")
-            prompts = [tuple(self.tokenizer.encode(item).ids) for item in texts]
+            prompts = [self._encode(item) for item in texts]
             is_list = isinstance(text, list)
         else:
             ids = body["input_ids"]
@@ -74,12 +78,15 @@ class RequestParser:
             raise RequestError("a prompt has at least one token")
         return prompts, is_list
 
+    def _encode(self, text: str) -> tuple[int, ...]:
+        try:
+            return tuple(self.tokenizer.encode(text).ids)
+        except Exception as error:  # tokenizers raises plain Exception, for a word outside a vocabulary without UNK
+            raise RequestError(f"text: the model's tokenizer cannot encode it: {error}") from error
+
     def _sequences(self, prompt: tuple[int, ...], sampling: object, start: object, rid: str) -> list[Generation]:
-        if not isinstance(sampling, Mapping):
-            raise RequestError(f"sampling_params: expected an object, got {sampling!r}")
-        copies = sampling.get("n", 1)
-        if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
-            raise RequestError(f"sampling_params: n = {copies!r}: expected an integer >= 1")
+        assert isinstance(sampling, Mapping)  # _copies has looked
+        copies = _copies(sampling)
         params = SamplingParams.from_json({key: value for key, value in sampling.items() if key != "n"})
         self._check_length(len(prompt), params.max_new_tokens)
         if isinstance(start, bool) or not isinstance(start, int) or not -1 <= start < len(prompt):
@@ -142,6 +149,29 @@ def _input_logprobs(sequence: Generation) -> list[list[Any]]:
         return []
     tokens = sequence.prompt[sequence.score_from :]
     return [[logprob, token, None] for logprob, token in zip([None, *sequence.input_logprobs], tokens, strict=True)]
+
+
+def _list_length(body: Mapping[str, Any]) -> int:
+    """Prompts of a list request, known before any of them is looked at; 1 for a single one."""
+    value = body.get("text", body.get("input_ids"))
+    return len(value) if isinstance(value, list) and value and not isinstance(value[0], int) else 1
+
+
+def _copies(sampling: object) -> int:
+    """``n`` of one prompt's sampling_params."""
+    if not isinstance(sampling, Mapping):
+        raise RequestError(f"sampling_params: expected an object, got {sampling!r}")
+    copies = sampling.get("n", 1)
+    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
+        raise RequestError(f"sampling_params: n = {copies!r}: expected an integer >= 1")
+    return copies
+
+
+def _check_count(sequences: int) -> None:
+    if sequences > MAX_SEQUENCES:
+        raise RequestError(
+            f"a request of {sequences} sequences (prompts x n): at most {MAX_SEQUENCES}; send several requests"
+        )
 
 
 def _boolean(body: Mapping[str, Any], key: str) -> bool:

@@ -6,7 +6,7 @@ Everything here runs in the engine's thread, between two steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from ..protocol import PauseMode
 from .errors import RequestError
@@ -71,20 +71,21 @@ class Scheduler:
         for sequence in self.runner.remove_done():
             self._end(sequence)
 
-    def abort(self, rid: str | None, message: str) -> None:
-        """Ends sequence ``rid`` (None: all) with what it has; an unknown id is no error."""
+    def abort(self, rids: Set[str] | None, message: str) -> None:
+        """Ends the sequences named (None: all) with what they have, in one pass; an unknown id is no error."""
         finish = {"type": "abort", "message": message}
         for sequence in self.runner.running:
-            if rid is None or sequence.rid == rid:
+            if rids is None or sequence.rid in rids:
                 sequence.finish = dict(finish)
         for sequence in self.runner.remove_done():
             self._end(sequence)
-        kept = deque(s for s in self._waiting if rid is not None and s.rid != rid)
-        for sequence in self._waiting:
-            if rid is None or sequence.rid == rid:
+        waiting, self._waiting = self._waiting, deque()
+        for sequence in waiting:
+            if rids is None or sequence.rid in rids:
                 sequence.finish = dict(finish)
                 self._end(sequence)
-        self._waiting = kept
+            else:
+                self._waiting.append(sequence)
 
     def pause(self, mode: PauseMode) -> None:
         """abort ends everything; retract sends running sequences back to be prefilled again; in_place freezes them."""
