@@ -1,7 +1,7 @@
 """The command ``vcpo``: parse first, import what a command needs after.
 
-Exit codes: 0 done, 1 failed, 2 bad usage or configuration; 129, 130 and 143 stopped by SIGHUP, SIGINT and SIGTERM, 138 by
-SIGUSR1 or --max-hours, after a checkpoint; 141 the reader of its output went away.
+Exit codes: 0 done, 1 failed, 2 bad usage or configuration; 129, 130 and 143 stopped by SIGHUP, SIGINT and SIGTERM, 138
+by SIGUSR1 or --max-hours, after a checkpoint; 141 the reader of its output went away.
 """
 
 from __future__ import annotations
