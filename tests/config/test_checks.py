@@ -215,3 +215,16 @@ def test_proxy_does_not_fill_the_schedule_of_virtual_stages(make: Callable[..., 
     stages = (("parallel.pipeline", 2), ("parallel.virtual_pipeline", 2), ("launch.learner_ranks", 2))
     found = [problems(make(("algorithm.opob_mode", mode), *stages)) for mode in ("proxy", "deferred")]
     assert [any("multiples of the 2 stages" in line for line in lines) for lines in found] == [True, False]
+
+
+POLICIES = [("train.drop_zero_variance", True), ("staleness.adaptive", True), ("rollout.on_failure", "resample")]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_policies_of_generation_need_a_run_that_generates(
+    make: Callable[..., RunConfig], policy: tuple[str, Any]
+) -> None:
+    assert problems(make(policy)) == []
+    (exact,) = problems(make(policy, ("staleness.lag", "exact")))
+    assert exact.startswith(policy[0]) and "fixes its batches" in exact
+    assert any("trains on what was recorded" in line for line in problems(make(policy, ("rollout.engine", "replay"))))

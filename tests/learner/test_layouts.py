@@ -238,6 +238,8 @@ def test_checkpoint_is_free_of_the_layout(name: str, models: dict[tuple[str, boo
         for key, parameter in again["parameters"].items():
             difference = (parameter - saved["parameters"][key]).abs().max()
             assert difference == 0 if case == saved_by else difference < 1e-3, (case, key)
+        # random number generators belong to the ranks of a layout
+        assert bool((again["random"] == saved["random"]).all()) is (case == saved_by), case
 
 
 BF16 = {"model": {"dtype": "bfloat16"}}
