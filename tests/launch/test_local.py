@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -52,7 +53,8 @@ from pathlib import Path
 name, home = sys.argv[1], Path(os.environ["VCPO_RUN_DIR"])
 (home / "pids").mkdir(exist_ok=True)
 def record(name, pid):
-    (home / "pids" / name).write_text(f"{pid}\\n")
+    (home / f"{name}.tmp").write_text(f"{pid}\\n")
+    (home / f"{name}.tmp").rename(home / "pids" / name)  # whole, or not there
 def wait(path, limit=60):
     end = time.monotonic() + limit
     while not (home / path).exists():
@@ -514,6 +516,17 @@ def test_a_full_disk_at_the_start_is_one_line(tmp_path: Path) -> None:
         code, _, err = run.wait()
     assert error_line(code, err) == (
         f"{tmp_path}: No space left on device; free space, or choose another with --run-dir"
+    )
+
+
+def test_a_full_disk_is_named_when_the_logs_cannot_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vcpo_megatron.config.run_directory import RunDirectory
+    from vcpo_megatron.launch import workspace
+
+    assert workspace.full_disk(RunDirectory(tmp_path)) == ""
+    monkeypatch.setattr(workspace.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    assert workspace.full_disk(RunDirectory(tmp_path)) == (
+        f"; no space left on device for {tmp_path}: free space, then resume the run"
     )
 
 

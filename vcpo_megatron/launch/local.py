@@ -195,7 +195,7 @@ def _report(ending: Ending, config: RunConfig, directory: RunDirectory) -> None:
     for warning in ending.warnings:
         print(f"vcpo: warning: {warning}", file=sys.stderr, flush=True)
     if ending.error is not None:
-        _complain(ending.error)
+        _complain(ending.error + workspace.full_disk(directory))
     rows = read_rows(directory.metrics)
     done = int(rows[-1]["step"]) + 1 if rows else 0
     newest = workspace.newest_checkpoint(directory) or 0

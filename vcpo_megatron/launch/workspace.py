@@ -6,10 +6,15 @@ import contextlib
 import fcntl
 import os
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..config.run_directory import RunDirectory, write_atomically
+
+
+#: A disk with less than this free is full, in bytes.
+_FULL = 2**20
 
 
 class RunDirectoryError(RuntimeError):
@@ -122,6 +127,13 @@ def skipped_checkpoints(directory: RunDirectory) -> list[str]:
             "step 0"
         )
     return found
+
+
+def full_disk(directory: RunDirectory) -> str:
+    """What to add to an error when the run directory's disk is full: the logs, on the same disk, may not tell."""
+    if shutil.disk_usage(directory.path).free >= _FULL:
+        return ""
+    return f"; no space left on device for {directory.path}: free space, then resume the run"
 
 
 def resume_command(directory: RunDirectory) -> str:

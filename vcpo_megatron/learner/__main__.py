@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -24,18 +25,21 @@ def main() -> int:
         worker.close()
         return 0
     except Exception as error:  # the rank's fault boundary: everything ends up in the log, and in its last line
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # a full disk under the log must not keep the others from being told
+            traceback.print_exc()
         if worker is not None:
             worker.report_failure(error)
             worker.close()
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"{ERROR_PREFIX}learner rank {os.environ.get('RANK', '?')}: {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"{ERROR_PREFIX}learner rank {os.environ.get('RANK', '?')}: {message}", file=sys.stderr, flush=True)
         return 1
 
 
 if __name__ == "__main__":
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Collectives' threads of a broken world may never end: leave without waiting for them.
     os._exit(status)
