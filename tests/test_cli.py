@@ -141,6 +141,50 @@ def test_a_bad_key_is_2(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert errors(capsys) == ["train.step: unknown key; did you mean train.steps?"]
 
 
+def test_what_a_failed_start_leaves_is_no_obstacle(toml: Path, started: list[dict[str, Any]]) -> None:
+    (Path("r") / "logs").mkdir(parents=True)
+    for name in (".lock", "attempts", "resolved.toml"):
+        (Path("r") / name).touch()
+    assert cli.main(["train", str(toml), "--run-dir", "r"]) == 7
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_run_directory_with_too_long_a_name(
+    toml: Path, capsys: pytest.CaptureFixture[str], resume: list[str]
+) -> None:
+    assert cli.main(["train", str(toml), "--run-dir", "x" * 300, *resume]) == 2
+    (line,) = errors(capsys)
+    assert line.startswith("x" * 300) and line.endswith(": File name too long")
+
+
+def test_a_home_of_nobody(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", str(toml), "--set", "model.path=~nosuchuser/x"]) == 2
+    assert errors(capsys) == ['model.path = "~nosuchuser/x": there is no such user; give another path']
+
+
+def test_far_too_many_ranks_are_refused_at_once(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = time.process_time()
+    assert cli.main(["train", str(toml), "--dry-run", "--set", "launch.learner_ranks=100000"]) == 2
+    assert time.process_time() - begun < 5
+    line = errors(capsys)[-1]
+    assert line == (
+        "launch.learner_ranks = 100000 and rollout.servers = 1 are 100001 processes, one host runs at most 512; "
+        "lower them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "says"),
+    [("> /dev/full", 2, "vcpo: error: standard output: No space left on device\n"), ("| true", 141, "")],
+)
+def test_output_that_cannot_be_written(toml: Path, redirection: str, code: int, says: str) -> None:
+    wait = "sleep 1; " if redirection.startswith("|") else ""  # the reader is gone by then
+    command = f"({wait}exec {sys.executable} -m vcpo_megatron train {toml} --dry-run) {redirection}"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], stderr=subprocess.PIPE, text=True, timeout=120,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, says)
+
+
 def test_a_run_directory_that_is_a_file(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", str(toml), "--run-dir", str(toml)]) == 2
     assert errors(capsys) == [f"--run-dir {toml}: is a file; give a folder"]
@@ -177,6 +221,57 @@ def test_resume_refuses_what_cannot_change(
     assert cli.main(["train", str(toml), "--run-dir", "r", "--resume", *changes]) == 2
     assert started == []
     assert [line.split(":")[0] for line in errors(capsys)] == ["algorithm.baseline = zero", "train.seed = 1"]
+
+
+def done(directory: Path, step: int, rows: str) -> None:
+    """A complete checkpoint after ``step`` steps, and the rows of the run."""
+    from vcpo_megatron.config.run_directory import Manifest, RunDirectory
+
+    run = RunDirectory(directory)
+    run.checkpoint(step).mkdir(parents=True)
+    run.complete(step, Manifest(step=step, attempt=1, version_number=step, learner={}, orchestrator={}))
+    run.metrics.write_text(rows)
+
+
+def test_fewer_steps_than_are_done_are_refused(
+    toml: Path, started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    done(store(Path("r"), toml), 5, '{"step": 4, "eval/version": 5}\n')
+    assert cli.main(["train", str(toml), "--run-dir", "r", "--resume", "--set", "train.steps=4"]) == 2
+    assert errors(capsys) == [
+        "--resume: 5 steps are done already: train.steps = 4 is less; raise train.steps above 5"
+    ]
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "code"),
+    [
+        ('{"step": 4, "eval/version": 5}\n', [], 0),
+        ('{"step": 4}\n', [], 7),  # the last version is not evaluated yet
+        ('{"step": 4}\n', ["--set", "train.eval_every=0"], 0),
+        ('{"step": 4, "eval/version": 5}\n', ["--set", "train.steps=6"], 7),
+    ],
+)
+def test_a_finished_run_starts_nothing(
+    toml: Path, started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], row: str, settings: list[str],
+    code: int,
+) -> None:  # fmt: skip
+    done(store(Path("r"), toml), 5, row)
+    assert cli.main(["train", str(toml), "--run-dir", "r", "--resume", *settings]) == code
+    out = capsys.readouterr().out
+    assert len(started) == (code == 7)
+    assert out == ("" if code else "r: already finished: all 5 steps are done; to go on, raise train.steps "
+                   "(--set train.steps=N)\n")  # fmt: skip
+
+
+def test_another_layout_goes_on_with_the_run(toml: Path, started: list[dict[str, Any]]) -> None:
+    store(Path("r"), toml, "parallel.tensor=2", "launch.learner_ranks=2")
+    layout = ["parallel.tensor=1", "launch.learner_ranks=1", "rollout.servers=2", "rollout.port=0"]
+    changes = [word for setting in layout for word in ("--set", setting)]
+    assert cli.main(["train", str(toml), "--run-dir", "r", "--resume", *changes]) == 7
+    config = started[0]["config"]
+    assert (config.parallel.tensor, config.launch.learner_ranks, config.rollout.servers) == (1, 1, 2)
 
 
 def test_resume_without_a_directory_takes_the_newest(toml: Path, started: list[dict[str, Any]]) -> None:

@@ -1,11 +1,13 @@
 """The command ``vcpo``: parse first, import what a command needs after.
 
-Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 and 143 stopped by a signal.
+Exit codes: 0 done, 1 failed, 2 bad usage or configuration; 129, 130 and 143 stopped by SIGHUP, SIGINT and SIGTERM; 141
+the reader of its output went away.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -18,24 +20,41 @@ if TYPE_CHECKING:
     from .config.models import RunConfig
     from .launch.placement import Plan
 
-DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, BAD_USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 
 #: Keys that a resumed run may change: they touch neither the policy nor what it is trained on.
 CHANGEABLE_ON_RESUME = frozenset(
     "train.steps train.eval_every train.max_pack_tokens rollout.servers rollout.port rollout.max_running_requests "
     "rollout.pause_mode rollout.max_restarts rollout.request_timeout_s rollout.start_timeout_s "
-    "rollout.sync_timeout_s staleness.wait_s checkpoint.every checkpoint.keep_last launch.master_port "
+    "rollout.sync_timeout_s staleness.wait_s checkpoint.every checkpoint.keep_last parallel.tensor parallel.pipeline "
+    "parallel.virtual_pipeline parallel.context parallel.expert parallel.expert_tensor parallel.expert_dispatcher "
+    "parallel.sequence_parallel launch.learner_ranks launch.master_port "
     "launch.control_port launch.timeout_s observability.tensorboard observability.watchdog_s".split()
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    args = _parser().parse_args(argv)
     try:
-        return args.command(args)
+        try:
+            args = _parser().parse_args(argv)
+            return args.command(args)
+        finally:
+            sys.stdout.flush()  # here, where a full disk or a reader that went away can still be said
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return PIPE_CLOSED
+    except OSError as error:
+        _drop_output()
+        return _refuse([f"{error.filename or 'standard output'}: {error.strerror}"])
+
+
+def _drop_output() -> None:
+    """What standard output still holds cannot be written; the interpreter must not try again at its end."""
+    with contextlib.suppress(OSError, ValueError):  # a stand-in without a descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -137,6 +156,10 @@ def _train(args: argparse.Namespace) -> int:
         return _refuse(error.problems)
     for note in run.notes:
         print(f"vcpo: {note}", file=sys.stderr)
+    if args.resume and _is_finished(run):
+        print(f"{run.directory}: already finished: all {run.config.train.steps} steps are done; to go on, raise "
+              "train.steps (--set train.steps=N)")  # fmt: skip
+        return DONE
     if args.dry_run:
         print(dump_resolved(run.config))
         print(_describe(plan, run.directory))
@@ -162,7 +185,8 @@ def _resumed_run(args: argparse.Namespace) -> _Run:
     directory = args.run_dir or _newest_run_directory(args.config)
     resolved = RunDirectory(directory).resolved
     if not resolved.is_file():
-        raise ConfigError([f"--resume: {directory} is no run directory (it has no resolved.toml)"])
+        what = "holds no run yet; start it without --resume" if directory.is_dir() else "is no run directory"
+        raise ConfigError([f"--resume: {directory} {what} (there is no resolved.toml)"])
     stored = load_resolved(resolved)
     config = with_overrides(stored, args.overrides)
     before, after = flatten(stored), flatten(config)
@@ -174,10 +198,37 @@ def _resumed_run(args: argparse.Namespace) -> _Run:
     ]
     if refused:
         raise ConfigError(refused)
+    done = _steps_done(directory)
+    if config.train.steps < done:
+        raise ConfigError([
+            f"--resume: {done} steps are done already: train.steps = {config.train.steps} is less; raise train.steps "
+            f"above {done}"
+        ])  # fmt: skip
     given = flatten(load_config(args.config, args.overrides))
     differing = [f"{key} (run: {after[key]}, file: {given[key]})" for key in after if given[key] != after[key]]
     note = f"resuming with {resolved}; {args.config} differs in {', '.join(differing)}: not used"
     return _Run(config, directory, (note,) if differing else ())
+
+
+def _steps_done(directory: Path) -> int:
+    """Steps that the checkpoint has behind it from which the run in ``directory`` goes on."""
+    from .config.run_directory import RunDirectory
+
+    return max(RunDirectory(directory).complete_steps(), default=0)
+
+
+def _is_finished(run: _Run) -> bool:
+    """Whether a resume has nothing to do: neither a step nor the evaluation of the last version is missing."""
+    from .config.run_directory import RunDirectory
+    from .observability.sinks import read_rows
+
+    steps = run.config.train.steps
+    if _steps_done(run.directory) < steps:
+        return False
+    if run.config.train.eval_every == 0 or run.config.rollout.engine == "replay":
+        return True
+    rows = read_rows(RunDirectory(run.directory).metrics)
+    return not rows or rows[-1].get("eval/version") == steps
 
 
 def _run_name(config: Path) -> str:
@@ -210,12 +261,19 @@ def _run_directory_problems(run: _Run, resume: bool) -> list[str]:
     if directory.exists() and not directory.is_dir():
         return [f"--run-dir {directory}: is a file; give a folder"]
     found = []
-    if not resume and directory.is_dir() and any(directory.iterdir()):
+    if not resume and directory.is_dir() and not all(_is_left_over(path.name) for path in directory.iterdir()):
         found.append(f"--run-dir {directory}: exists and is not empty; give another one, or --resume")
     ancestor = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     if not (ancestor.is_dir() and os.access(ancestor, os.W_OK | os.X_OK)):
         found.append(f"--run-dir {directory}: cannot write in {ancestor}; give another one")
     return found
+
+
+def _is_left_over(name: str) -> bool:
+    """Whether a start that failed before its first rollout leaves a file of this name."""
+    return name in {".lock", "attempts", "logs", "resolved.toml"} or name.startswith(".writable.") or (
+        name.startswith(".") and name.endswith(".tmp")
+    )  # fmt: skip
 
 
 def _problems(config: RunConfig) -> list[str]:

@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 
-from vcpo_megatron.algorithm.baselines import group_mean, leave_one_out_opob, opob, zero
+from vcpo_megatron.algorithm.baselines import (
+    before_norms,
+    from_norms,
+    group_mean,
+    leave_one_out,
+    leave_one_out_opob,
+    opob,
+    zero,
+)  # fmt: skip
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -160,3 +168,22 @@ def test_no_constant_on_a_grid_beats_opob():
     # The search can tell: the mean and the twice-counted weight are beaten by the grid.
     twice = opob(log_ratio, log_ratio + gradients.norm(dim=1).log(), rewards).value
     assert second_moment(twice) > min(moments) and second_moment(group_mean(rewards).value) > min(moments)
+
+
+def test_leave_one_out_means():
+    assert leave_one_out(tensor(1, 0, 2)).values.tolist() == pytest.approx([1.0, 1.5, 0.5])
+    assert leave_one_out(tensor(0.1, 0.1, 0.1)).values.tolist() == [0.1] * 3
+    assert leave_one_out(tensor(3)).fallbacks == 1
+
+
+def test_baselines_by_name():
+    rewards = tensor(1, 0, 2)
+    assert before_norms("opob", rewards).tolist() == before_norms("group_mean", rewards).tolist() == [1.0] * 3
+    assert before_norms("zero", rewards).tolist() == [0.0] * 3
+    assert before_norms("leave_one_out", rewards).tolist() == pytest.approx([1.0, 1.5, 0.5])
+    norms = tensor(1, 2, 3).log()
+    assert from_norms("opob", tensor(0, 0, 0), norms, rewards).values.tolist() == pytest.approx([19 / 14] * 3)
+    assert from_norms("opob_leave_one_out", tensor(0, 0, 0), norms, rewards).values.tolist() == pytest.approx(
+        [18 / 13, 19 / 10, 1 / 5]
+    )
+    assert from_norms("opob", tensor(0, 0, 0), tensor(math.nan, 0, 0), rewards).fallbacks == 3

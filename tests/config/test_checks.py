@@ -47,6 +47,11 @@ GOOD_LIMITS = [
     [("algorithm.base_ess_ratio", "auto")],
     [("algorithm.is_level", "none"), ("staleness.max_staleness", 0)],
     [("algorithm.is_level", "none"), ("algorithm.allow_uncorrected", True)],
+    [("algorithm.method", "rloo"), ("algorithm.allow_uncorrected", True)],
+    [("algorithm.method", "grpo"), ("algorithm.kl_coef", 0.1), ("algorithm.kl_reference", "initial")],
+    [("algorithm.baseline", "opob_leave_one_out"), ("algorithm.opob_mode", "two_pass")],
+    [("algorithm.method", "tis_token"), ("algorithm.baseline", "opob")],
+    [("optimizer.schedule", "wsd"), ("optimizer.decay_steps", 7), ("optimizer.warmup_steps", 3)],
     [("rollout.port", 5000), ("rollout.servers", 2), ("launch.master_port", 5002), ("launch.control_port", 4999)],
     [("rollout.port", 65535)],
 ]
@@ -75,6 +80,23 @@ BAD = [
     ([("parallel.tensor", 4), ("launch.learner_ranks", 4)], "parallel.tensor = 4", "does not divide the 2 key-value"),
     ([("parallel.pipeline", 4), ("launch.learner_ranks", 4)], "parallel.pipeline = 4", "does not divide the 2 layers"),
     ([("algorithm.is_level", "none")], 'algorithm.is_level = "none"', "allow_uncorrected = true"),
+    ([("algorithm.method", "rloo")], 'algorithm.method = "rloo"', "allow_uncorrected = true"),
+    ([("algorithm.method", "gspo"), ("algorithm.baseline", "opob")], 'algorithm.baseline = "opob"',
+     'method = "gspo" is not linear in the advantage'),
+    ([("algorithm.method", "grpo"), ("algorithm.is_level", "token")], 'algorithm.is_level = "token"',
+     "in its own way"),
+    ([("algorithm.method", "grpo"), ("algorithm.ratio_low", 1.5)], "algorithm.ratio_low = 1.5", "ratio_high = 1.2"),
+    ([("algorithm.baseline", "opob_leave_one_out")], 'algorithm.baseline = "opob_leave_one_out"',
+     'opob_mode = "deferred" or "two_pass"'),
+    ([("algorithm.opob_accumulator_dtype", "bfloat16"), ("algorithm.opob_mode", "deferred")],
+     'algorithm.opob_accumulator_dtype = "bfloat16"', 'only opob_mode = "accumulate"'),
+    ([("algorithm.kl_coef", 0.1)], "algorithm.kl_coef = 0.1", "set both or neither"),
+    ([("algorithm.kl_reference", "initial")], "algorithm.kl_coef = 0.0", "set both or neither"),
+    ([("optimizer.min_lr", 1.0)], "optimizer.min_lr = 1.0", "above optimizer.lr"),
+    ([("optimizer.schedule", "wsd")], "optimizer.decay_steps = None", "set both"),
+    ([("optimizer.decay_steps", 3)], "optimizer.decay_steps = 3", "set both"),
+    ([("optimizer.schedule", "wsd"), ("optimizer.decay_steps", 8), ("optimizer.warmup_steps", 3)],
+     "optimizer.decay_steps = 8", "more than train.steps = 10"),
     ([("algorithm.base_ess_ratio", 0.0)], "algorithm.base_ess_ratio = 0.0", "above 0 and at most 1"),
     ([("algorithm.base_ess_ratio", 1.01)], "algorithm.base_ess_ratio = 1.01", "above 0 and at most 1"),
     ([("algorithm.base_ess_ratio", "auto"), ("staleness.lag", "exact")],
@@ -187,3 +209,9 @@ def test_all_are_reported_together(make: Callable[..., RunConfig]) -> None:
         "parallel.sequence_parallel = true", "train.group_size = 1", "optimizer.warmup_steps = 10",
         "model.path = /nowhere", "environment.data = /nowhere.jsonl"} for change in changes]  # fmt: skip
     assert len(problems(make(*changes))) == 5
+
+
+def test_proxy_does_not_fill_the_schedule_of_virtual_stages(make: Callable[..., RunConfig]) -> None:
+    stages = (("parallel.pipeline", 2), ("parallel.virtual_pipeline", 2), ("launch.learner_ranks", 2))
+    found = [problems(make(("algorithm.opob_mode", mode), *stages)) for mode in ("proxy", "deferred")]
+    assert [any("multiples of the 2 stages" in line for line in lines) for lines in found] == [True, False]

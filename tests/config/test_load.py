@@ -194,7 +194,7 @@ def test_resolved_text_of_a_section(file: Path) -> None:
     config = load_config(file, ["optimizer.lr=1e-6", "environment.fields={question = 'the \"q\"'}"])
     text = dump_resolved(config)
     assert (
-        "[optimizer]\nlr = 1e-06\nweight_decay = 0.1\nbetas = [0.9, 0.999]\neps = 1e-08\n"
+        "[optimizer]\nlr = 1e-06\nmin_lr = 0.0\nweight_decay = 0.1\nbetas = [0.9, 0.999]\neps = 1e-08\n"
         'distributed = false\noverlap_grad_reduce = false\nclip_grad = 1.0\nschedule = "constant"\n'
     ) in text
     assert 'fields = { question = "the \\"q\\"" }' in text
@@ -241,3 +241,8 @@ def test_overrides_on_a_loaded_config(file: Path) -> None:
     changed = with_overrides(config, ["train.steps=9"])
     different = {key for key, value in flatten(changed).items() if flatten(config)[key] != value}
     assert different == {"train.steps"} and changed.train.steps == 9
+
+
+def test_a_byte_order_mark_at_the_start_of_the_file_is_no_text(file: Path) -> None:
+    file.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
+    assert load_config(file).train.steps == 3

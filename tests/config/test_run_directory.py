@@ -48,13 +48,29 @@ def test_only_checkpoints_with_a_manifest_are_complete(directory: RunDirectory) 
     (directory.checkpoints / "step_x").mkdir()
     (directory.checkpoints / "step_x" / MANIFEST).write_text("{}")
     assert directory.complete_steps() == [2, 9, 10]  # by number, not by text
+    assert directory.damaged() == {}
     assert (directory.checkpoints / "latest").read_text() == "step_9\n"
+
+
+def test_a_damaged_checkpoint_does_not_count(directory: RunDirectory) -> None:
+    for step in range(1, 6):
+        save(directory, step)
+        directory.complete(step, manifest(step))
+    (directory.checkpoint(2) / "data").write_text("tens")
+    (directory.checkpoint(3) / "data").unlink()
+    (directory.checkpoint(4) / MANIFEST).write_text("")
+    (directory.checkpoint(5) / MANIFEST).write_bytes(b'{"step": 5, \xff')
+    assert directory.complete_steps() == [1]
+    assert directory.damaged() == {
+        2: "data has 4 bytes, not 7", 3: "data is missing",
+        4: "manifest.json cannot be read", 5: "manifest.json cannot be read",
+    }  # fmt: skip
 
 
 def test_manifest_comes_back_as_it_was_given(directory: RunDirectory) -> None:
     save(directory, 4)
     directory.complete(4, manifest(4))
-    assert directory.manifest(4) == manifest(4)
+    assert directory.manifest(4) == manifest(4).model_copy(update={"files": {"data": 7}})
     assert json.loads((directory.checkpoint(4) / MANIFEST).read_text())["version_number"] == 4
     save(directory, 5)
     with pytest.raises(FileNotFoundError):
@@ -108,4 +124,4 @@ def test_write_atomically_replaces_or_leaves(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("vcpo_megatron.config.run_directory.os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         write_atomically(path, "torn")
-    assert path.read_text() == "new\n"
+    assert path.read_text() == "new\n" and os.listdir(tmp_path) == ["file"]

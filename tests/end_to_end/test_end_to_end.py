@@ -129,3 +129,21 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
         run.signal(signal.SIGTERM)
         assert run.wait(5) == 143
         assert run.left_over() == []
+
+
+def test_a_run_of_two_ranks_goes_on_with_one_and_ends_with_a_line_when_it_is_done(tmp_path: Path) -> None:
+    settings = ("train.steps=4", "checkpoint.every=2", "train.eval_every=0")
+    with Run(tmp_path / "run", *settings) as run:  # as shipped: tensor parallelism over two ranks
+        assert run.wait(200) == 0, run.text()
+    layout = ("train.steps=6", "parallel.tensor=1", "launch.learner_ranks=1")
+    with Run(tmp_path / "run", *layout, resume=True) as run:
+        assert run.wait(200) == 0, run.text()
+        assert "resuming from step_4" in run.text()
+    rows = read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(6))
+    assert all(abs(row["kl/behavior"]) < 0.1 for row in rows[4:])  # servers and learner hold the same policy
+    with Run(tmp_path / "run", "train.steps=3", resume=True) as run:
+        assert run.wait(60) == 2 and "6 steps are done already" in run.text()
+    with Run(tmp_path / "run", resume=True) as run:
+        assert run.wait(60) == 0 and "already finished" in run.text()
+    assert read_rows(tmp_path / "run") == rows

@@ -22,6 +22,8 @@ import psutil
 import pytest
 
 PATIENCE_S = 30.0
+#: The smallest text that counts as the manifest of a complete checkpoint.
+MANIFEST = '{"step": 0, "attempt": 1, "version_number": 0, "learner": {}, "orchestrator": {}}'
 
 #: Runs ``local.run`` in a process of its own, so that signals, kill -9 and exit codes are the real ones.
 DRIVER = """
@@ -79,7 +81,7 @@ STOPPABLE_ORCHESTRATOR = """
 def stop(*args):
     folder = home / "checkpoints" / "step_2"
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text("{}")
+    (folder / "manifest.json").write_text(MANIFEST)
     (home / "stop").touch()
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
@@ -155,7 +157,7 @@ def started(
         "directory": str(directory),
         "resume": resume,
         "config": config(**(sections or {})),
-        "preamble": PREAMBLE.replace("ESCAPE", ESCAPE if escape else ""),
+        "preamble": PREAMBLE.replace("ESCAPE", ESCAPE if escape else "") + f"MANIFEST = {MANIFEST!r}\n",
         "codes": {name.replace("_", "."): code for name, code in codes.items()},
     }
     process = subprocess.Popen(
@@ -313,6 +315,20 @@ def test_a_kill_is_named_even_when_its_consequence_is_seen_first(tmp_path: Path)
         assert error_line(code, err).startswith("learner rank 1 ended with signal SIGKILL; log: ")
 
 
+def test_the_orchestrator_is_named_when_it_ended_the_run(tmp_path: Path) -> None:
+    """It tells the ranks first and stops its servers then: it dies last."""
+    told = "wait('go'); fail('learner rank 0: ControlError: orchestrator ended the run: FleetError: rollout server 0')"
+    own = "wait('go'); time.sleep(2.5); fail('rollout server 0 died (exit code -9), see server.0.log')"
+    with started(tmp_path, orchestrator=own, learner=told) as run:
+        run.all_started()
+        (tmp_path / "go").touch()
+        code, _, err = run.wait()
+        assert error_line(code, err) == (
+            f"orchestrator ended with exit code 1; log: {tmp_path}/logs/orchestrator.0.log; "
+            "last message: rollout server 0 died (exit code -9), see server.0.log"
+        )
+
+
 def test_of_two_errors_the_earliest_is_named(tmp_path: Path) -> None:
     with started(tmp_path, orchestrator="wait('go'); time.sleep(0.3); fail('late')", learner=SLEEP,
                  learner_1="wait('go'); fail('early')") as run:  # fmt: skip
@@ -439,7 +455,7 @@ def test_directory_with_results_needs_resume(tmp_path: Path) -> None:
     ("checkpoints", "step", "says"),
     [
         ({}, "", "no complete checkpoint yet: starting at step 0"),
-        ({2: True, 10: True, 12: False}, "10", "resuming from step_10"),
+        ({2: True, 3: True, 12: False}, "3", "resuming from step_3"),
     ],
 )
 def test_resume_takes_the_newest_complete_checkpoint(
@@ -449,7 +465,7 @@ def test_resume_takes_the_newest_complete_checkpoint(
     for number, complete in checkpoints.items():
         folder = tmp_path / "checkpoints" / f"step_{number}"
         folder.mkdir(parents=True)
-        (folder / ("manifest.json" if complete else "data")).write_text("{}")
+        (folder / ("manifest.json" if complete else "data")).write_text(MANIFEST)
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {row}}}\n' for row in range(14)))
     tell = (
         "(home / 'metrics.jsonl').unlink()\n"
@@ -460,6 +476,53 @@ def test_resume_takes_the_newest_complete_checkpoint(
         assert (code, err) == (0, "") and out.splitlines()[0] == f"{tmp_path}: {says}"
         assert "step 14/" not in out  # a row of the attempt before, which the orchestrator cuts off
     assert (tmp_path / "told").read_text() == f"{step} 5"
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_line(tmp_path: Path) -> None:
+    for step, text in ((1, MANIFEST), (2, ""), (3, MANIFEST[:40])):
+        folder = tmp_path / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(text)
+    with started(tmp_path, resume=True) as run:
+        code, out, err = run.wait()
+    assert code == 0 and out.splitlines()[0] == f"{tmp_path}: resuming from step_1"
+    assert err == "".join(
+        f"vcpo: warning: {tmp_path}/checkpoints/step_{step} is damaged (manifest.json cannot be read) and is skipped\n"
+        for step in (2, 3)
+    )
+
+
+def test_a_run_with_damaged_checkpoints_alone_is_not_begun_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "step_2"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    with started(tmp_path, resume=True) as run:
+        code, _, err = run.wait()
+    assert error_line(code, err) == (
+        f"{folder} is damaged (manifest.json cannot be read), and there is no other checkpoint: put its files back, or "
+        "remove it to start over at step 0"
+    )
+
+
+def test_a_full_disk_at_the_start_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "orchestrator.0.log").symlink_to("/dev/full")
+    with started(tmp_path) as run:
+        code, _, err = run.wait()
+    assert error_line(code, err) == (
+        f"{tmp_path}: No space left on device; free space, or choose another with --run-dir"
+    )
+
+
+def test_metrics_that_were_removed_are_noticed_at_the_end(tmp_path: Path) -> None:
+    save = "folder = home / 'checkpoints' / 'step_3'; folder.mkdir(parents=True)\n" \
+           "(folder / 'manifest.json').write_text(MANIFEST); (home / 'metrics.jsonl').unlink()\n"  # fmt: skip
+    with started(tmp_path, orchestrator=GOOD_ORCHESTRATOR + save) as run:
+        code, _, err = run.wait()
+    assert code == 0 and err == (
+        f"vcpo: warning: {tmp_path}/metrics.jsonl holds 0 of 3 steps: it was removed or changed while the run wrote "
+        "it\n"
+    )
 
 
 def test_directory_that_cannot_be_written(tmp_path: Path) -> None:
@@ -483,4 +546,4 @@ def test_port_in_use_is_named_with_its_key(tmp_path: Path, key: str, offset: int
         with started(tmp_path, sections={section: {name: port - offset}}) as run:
             code, _, err = run.wait()
         assert error_line(code, err) == f"port {port} ({key}) is in use; free it or set {key}"
-    assert not (tmp_path / "attempts").exists()
+    assert list(tmp_path.iterdir()) == []  # nothing is in the way of the next try

@@ -13,6 +13,11 @@ from vcpo_megatron.types import Batch, PolicyVersion
 
 def one_step_each(cases: list[tuple[RunConfig, list[Batch]]]) -> list[dict[str, Any]]:
     """For each case: results of the steps, gradients of the last one and parameters after it (HF names)."""
+    return steps_from_other_weights([(config, None, batches) for config, batches in cases])
+
+
+def steps_from_other_weights(cases: list[tuple[RunConfig, Any, list[Batch]]]) -> list[dict[str, Any]]:
+    """The same, where a step may start from the weights of another folder than ``model.path`` (None: that one)."""
     platform.prepare()
     from megatron.core import parallel_state
 
@@ -22,10 +27,16 @@ def one_step_each(cases: list[tuple[RunConfig, list[Batch]]]) -> list[dict[str, 
     from vcpo_megatron.learner.weights import WeightGatherer
 
     outcomes = []
-    for config, batches in cases:
+    for config, other, batches in cases:
         parallel = initialize(config)
         trainable = build_trainable(config, parallel, load=True)
         step, gatherer = VcpoStep(config, parallel, trainable), WeightGatherer(trainable, parallel)
+        if other is not None:
+            moved = config.model_copy(update={"model": config.model.model_copy(update={"path": other})})
+            source = build_trainable(moved, parallel, load=True)
+            for chunk, other_chunk in zip(trainable.chunks, source.chunks, strict=True):
+                for mine, theirs in zip(chunk.parameters(), other_chunk.parameters(), strict=True):
+                    mine.data.copy_(theirs.data)
         results, gradients = [], {}
         optimizer_step = trainable.optimizer.step
 

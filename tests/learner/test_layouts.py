@@ -35,6 +35,7 @@ SP: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
 FULL, SELECTIVE = ({"model": {"recompute": kind}} for kind in ("full", "selective"))
 DISTRIBUTED = {"optimizer": {"distributed": True}}
 OVERLAPPED = {"optimizer": {"distributed": True, "overlap_grad_reduce": True}}
+DEFERRED, TWO_PASS = ({"algorithm": {"opob_mode": mode}} for mode in ("deferred", "two_pass"))
 LAYOUTS: dict[str, Case] = {
     "single": Case(1),
     "single tied": Case(1, tied=True),
@@ -59,6 +60,16 @@ LAYOUTS: dict[str, Case] = {
     "cp2": Case(2, {"context": 2}),
     "cp2 tied": Case(2, {"context": 2}, tied=True),
     "cp2 qk-norm distributed": Case(2, {"context": 2}, "qwen3", sections=DISTRIBUTED),
+    "dp2 overlapped deferred": Case(2, sections={**OVERLAPPED, **DEFERRED}),
+    "dp2 overlapped two-pass": Case(2, sections={**OVERLAPPED, **TWO_PASS}),
+    "tp2 sp tied deferred": Case(2, SP, tied=True, sections=DEFERRED),
+    "pp2 vpp2 tied deferred": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, tied=True, sections=DEFERRED),
+    "pp2 vpp2 two-pass": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, sections=TWO_PASS),
+    "cp2 qk-norm deferred": Case(2, {"context": 2}, "qwen3", sections=DEFERRED),
+    "cp2 tied two-pass": Case(2, {"context": 2}, tied=True, sections=TWO_PASS),
+    "moe ep2 deferred": Case(2, {"expert": 2}, "moe", sections=DEFERRED),
+    "moe cp2 ep2 deferred": Case(2, {"context": 2, "expert": 2}, "moe", sections=DEFERRED),
+    "moe tp2 sp etp2 two-pass": Case(2, {**SP, "expert_tensor": 2}, "moe", sections=TWO_PASS),
     "moe": Case(1, family="moe"),
     "shared experts": Case(1, family="shared"),
     "shared experts tp2 sp ep2": Case(2, {**SP, "expert": 2}, "shared"),
@@ -195,7 +206,7 @@ CHECKPOINTS: dict[str, tuple[Case, list[Case]]] = {
     ),
     "moe ep2 distributed": (
         Case(2, {"expert": 2}, "moe", sections=DISTRIBUTED),
-        [Case(2, {"expert": 2}, "moe", sections=DISTRIBUTED), Case(2, family="moe", sections=DISTRIBUTED)],
+        [Case(2, {"expert": 2, **more}, "moe", sections=DISTRIBUTED) for more in ({}, SP)],
     ),
 }
 

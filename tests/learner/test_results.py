@@ -23,7 +23,8 @@ def filled() -> RowTable:
         torch.tensor([2.0, 4.0]),
     )
     table.record_forward([1], torch.tensor([1.0]), torch.tensor([-2.0]), torch.tensor([0.0]))
-    table.record_baseline([0, 2], torch.tensor([3.0, 5.0]), 0.25, False)
+    table.record_norms([0, 2], torch.tensor([3.0, 5.0]))
+    table.record_baselines([0, 2], torch.tensor([0.25, 0.25]), False)
     return table
 
 
@@ -65,9 +66,11 @@ def test_metrics_of_known_rows() -> None:
         torch.tensor([2.0, 4.0]),
     )
     table.record_forward([2], torch.tensor([1.0]), torch.tensor([-2.0]), torch.tensor([0.0]))
-    table.record_baseline([0, 1], torch.tensor([3.0, 5.0]), 0.25, False)
+    table.record_norms([0, 1], torch.tensor([3.0, 5.0]))
+    table.record_baselines([0, 1], torch.tensor([0.25, 0.25]), False)
     scales = [group_scale(torch.tensor([1.0, 0.0]), True), group_scale(torch.tensor([1.0]), True)]
-    facts = RowFacts.of(groups, scales, [0.5, 1.0], torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64))
+    tenths = torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64)
+    facts = RowFacts.of(groups, scales, torch.tensor([0.5, 0.5, 1.0]), tenths)
     metrics = step_metrics(
         table, facts, torch.tensor([1.0, 2.0, 1.0]).double(), ess_ratio=0.5, ess_ratio_truncated=0.5, ess_scale=0.7,
         learning_rate=1e-3, total_norm=2.0, skipped=False, seconds=1.0,

@@ -224,3 +224,11 @@ def test_rows_of_a_killed_writer_are_all_readable(path: Path) -> None:
     assert steps(rows) == list(range(len(rows))) and len(rows) > 100
     cut_back(path, 50)
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 50
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.close()
+    with open("/dev/full", "wb", buffering=0) as sink._file, pytest.raises(OSError) as caught:
+        sink.write({"step": 0})
+    assert str(caught.value) == f"[Errno 28] No space left on device: '{tmp_path}/metrics.jsonl'"

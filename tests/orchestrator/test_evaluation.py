@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,26 @@ pytestmark = pytest.mark.timeout(60)
         (0, 40, 20, [0, 20, 40]),
         (20, 40, 20, [20, 40]),
         (40, 40, 20, [40]),
+        (3, 12, 4, [4, 8, 12]),
+        (41, 40, 20, []),
         (0, 1, 1, [1]),
         (0, 5, 0, []),
     ],
 )
 def test_versions_to_evaluate(first: int, steps: int, every: int, versions: list[int]) -> None:
-    assert evaluated_versions(first, steps, every) == versions
+    due = evaluated_versions(first, steps, every)
+    assert list(due) == versions and len(due) == len(versions)
+    assert [version in due for version in range(50)] == [version in versions for version in range(50)]
+
+
+def test_a_run_of_a_thousand_million_steps_starts_as_fast_as_a_short_one(tmp_path: Path) -> None:
+    started = time.process_time()
+    due = evaluated_versions(0, 10**9, 1)
+    log = MetricsLog([], due, steps=10**9)
+    log.add({"step": 7})
+    assert time.process_time() - started < 1
+    assert (len(due), due[5], due[-1], 10**9 - 1 in due) == (10**9, 5, 10**9, False)
+    assert log.held == [{"step": 7}]
 
 
 def eval_events(run: FakeRun) -> dict[str, set[str]]:
@@ -174,6 +189,23 @@ def test_start_of_log(tmp_path: Path) -> None:
     assert list(start_of_log(path, 2, 6, [{"step": 1}], [2, 6]).rows) == [{"step": 1}]
 
 
+def test_rows_of_steps_that_are_done_are_never_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = "".join(f'{{"step": {step}}}\n' for step in range(20))
+    path.write_text(rows)
+    assert start_of_log(path, 20, 10, [], evaluated_versions(20, 10, 5)).rows == []
+    assert path.read_text() == rows
+    start = start_of_log(path, 20, 20, [], evaluated_versions(20, 20, 5))  # its evaluation is missing
+    assert (path.read_text(), list(start.rows), list(start.versions)) == (rows, [{"step": 19}], [20])
+    log = MetricsLog([JsonlSink(path)], start.versions, 20)
+    log.add(start.rows[0])
+    assert path.read_text() == rows
+    log.evaluated(20, {"eval/accuracy": 0.5})
+    log.close()
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert written == [{"step": n} for n in range(19)] + [{"step": 19, "eval/accuracy": 0.5, "eval/version": 20}]
+
+
 def test_some_of_several_servers_evaluate() -> None:
     assert [len(evaluating_servers([object()] * n)) for n in (1, 2, 4, 8, 9)] == [1, 1, 1, 2, 2]  # type: ignore[list-item]
 
@@ -185,4 +217,11 @@ def test_a_held_out_sample_that_hangs_fails_at_its_deadline(
     cfg = config(train={"steps": 2, "eval_every": 1}, staleness={"wait_s": 0.3})
     run = FakeRun(tmp_path, cfg, environment=environment)
     assert run.run() == "run ended"
-    assert "1 of 3 samples failed, first: TimeoutError" in capsys.readouterr().out
+    assert "1 of 3 samples failed, first: no answer within 0.3 s (staleness.wait_s)" in capsys.readouterr().out
+
+
+def test_an_evaluation_without_one_answer_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert math.isnan(mean_reward([], ["the judge is down", "late"], 4)["eval/accuracy"])
+    assert capsys.readouterr().out == (
+        "vcpo: warning: evaluation of version 4: all 2 samples failed, there is no accuracy; first: the judge is down\n"
+    )

@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -496,6 +497,31 @@ def test_a_lost_member_is_found(path: Path) -> None:
     _damage(path, "DELETE FROM samples WHERE sample_index = 1")
     with RolloutStore(path) as store, pytest.raises(StoreError, match="group 0 .* has 1 of 2 trajectories"):
         store.complete_groups()
+
+
+def test_a_reader_that_goes_away_is_waited_for(path: Path) -> None:
+    with RolloutStore(path) as store:
+        sample_group(store, 0)
+    reader = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, check_same_thread=False)
+    reader.execute("BEGIN")
+    assert reader.execute("SELECT COUNT(*) FROM groups").fetchone() == (1,)
+    closing = threading.Timer(0.5, reader.close)
+    closing.start()
+    with RolloutStore(path) as store:
+        assert len(store.complete_groups()) == 1
+    closing.join()
+
+
+def test_a_reader_that_stays_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vcpo_megatron.orchestrator.store_schema.BUSY_S", 0.3)
+    with RolloutStore(path) as store:
+        sample_group(store, 0)
+    reader = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
+    reader.execute("BEGIN")
+    reader.execute("SELECT COUNT(*) FROM groups").fetchone()
+    with pytest.raises(StoreError, match="in use by another process: another run, or a reader, for instance a sqlite3"):
+        RolloutStore(path)
+    reader.close()
 
 
 def test_a_second_opener_is_refused(path: Path) -> None:

@@ -193,6 +193,42 @@ def test_a_server_that_never_answers_ends_the_run_at_the_deadline_and_is_stopped
     assert fleet.servers[0].process is not None and fleet.servers[0].process.poll() == -15
 
 
+def test_a_server_that_accepts_and_hangs_is_bound_by_the_deadline_of_its_start(tmp_path: Path) -> None:
+    fleet = real_fleet(tmp_path, "import time; time.sleep(60)", start_timeout_s=0.5)
+
+    async def main() -> None:
+        hanging = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60), "127.0.0.1", 0)
+        port = hanging.sockets[0].getsockname()[1]
+        fleet.servers[0].client.base_url = f"http://127.0.0.1:{port}"
+        fleet.launch()
+        try:
+            await run_beside(fleet.answering(), fleet.supervise())
+        finally:
+            await fleet.stop()
+            hanging.close()
+
+    with pytest.raises(FleetError, match=r"did not answer within 0.5 s of its start"):
+        asyncio.run(asyncio.wait_for(main(), 8))
+
+
+def test_a_server_that_hangs_does_not_hide_the_death_of_another() -> None:
+    async def main() -> None:
+        clients = [FakeClient(index) for index in range(2)]
+        fleet = fake_fleet(config(), Changes(), clients, Path("/nowhere"))
+
+        async def hang() -> bool:
+            await asyncio.sleep(60)
+            return True
+
+        clients[0].ready = hang  # type: ignore[method-assign]
+        fleet.launch()
+        clients[1].process.code = -9  # type: ignore[union-attr]
+        await run_beside(fleet.answering(), fleet.supervise())
+
+    with pytest.raises(FleetError, match="rollout server 1 died"):
+        asyncio.run(asyncio.wait_for(main(), 8))
+
+
 def test_changes_wake_every_waiter_and_time_out() -> None:
     async def main() -> None:
         changes = Changes()

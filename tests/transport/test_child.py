@@ -172,15 +172,18 @@ def test_stop_ends_the_whole_group_and_returns_the_exit_code(
     [
         ("", None),
         ("\n \n", None),
-        ("hello\nworld\n\n", "world"),
+        ("hello\nworld\n\n", None),  # what a process said last need not be why it ended
+        ("hello\nValueError: x = 3\nstep 3 done\n", "ValueError: x = 3"),
+        ("[rank1]: torch.OutOfMemoryError: 3 GiB\n", "[rank1]: torch.OutOfMemoryError: 3 GiB"),
+        ("no Error: here\n", None),
         ("vcpo: error: first\nvcpo: error: model.path: no such folder\nException ignored in atexit\n",
          "model.path: no such folder"),
-        ("torn", "torn"),
-        ("10%|#\r20%|##\r\x1b[31mred\x1b[0m\n", "red"),
+        ("EOFError", "EOFError"),
+        ("10%|#\r20%|##\r\x1b[31mOSError: red\x1b[0m\n", "OSError: red"),
         ("vcpo: error: of the attempt before\nvcpo: started 2026-01-01 00:00:00 python\n", None),
-        ("vcpo: error: before\nvcpo: started 2026-01-01 00:00:00 python\nKilled here\n", "Killed here"),
+        ("vcpo: error: before\nvcpo: started 2026-01-01 00:00:00 python\nKeyError: 'here'\n", "KeyError: 'here'"),
         ("vcpo: error: early\n" + "noise\n" * 2000, "early"),
-        ("x" * 2000, "x" * 500),
+        ("EOFError: " + "x" * 2000, "EOFError: " + "x" * 490),
     ],
 )  # fmt: skip
 def test_last_error(tmp_path: Path, text: str, expected: str | None) -> None:
@@ -191,7 +194,7 @@ def test_last_error(tmp_path: Path, text: str, expected: str | None) -> None:
 
 def test_last_error_without_a_log_or_with_bytes_that_are_no_text(tmp_path: Path) -> None:
     assert last_error(tmp_path / "none") is None
-    (tmp_path / "log").write_bytes(b"\xff\xfe broken\n")
+    (tmp_path / "log").write_bytes(b"OSError: \xff\xfe broken\n")
     assert "broken" in (last_error(tmp_path / "log") or "")
 
 

@@ -86,6 +86,37 @@ def zero(rewards: Tensor) -> Baseline:
     return Baseline(0.0, False)
 
 
+def leave_one_out(rewards: Tensor) -> TrajectoryBaselines:
+    """Mean reward of the other trajectories of the group [n] (RLOO, arXiv 2402.14740); its own in a group of one."""
+    _require_group(rewards=rewards)
+    values = rewards.detach().double()
+    n = len(values)
+    if n == 1:
+        return TrajectoryBaselines(values, 1)
+    offsets = values - values[0]  # equal rewards stay exact
+    return TrajectoryBaselines(values[0] + (offsets.sum() - offsets) / (n - 1), 0)
+
+
+def before_norms(name: str, rewards: Tensor) -> Tensor:
+    """b of each trajectory of a group as far as rewards give it: float64 [n].
+
+    That is the baseline itself, or, for the two OPOB ones, the mean on which they are accumulated.
+    """
+    if name == "leave_one_out":
+        return leave_one_out(rewards).values
+    centre = zero(rewards) if name == "zero" else group_mean(rewards)
+    return torch.full((len(rewards),), centre.value, dtype=torch.float64, device=rewards.device)
+
+
+def from_norms(name: str, log_u: Tensor, log_grad_norm: Tensor, rewards: Tensor) -> TrajectoryBaselines:
+    """b of each trajectory of a group by "opob" or "opob_leave_one_out"; arguments as for ``opob``."""
+    if name == "opob_leave_one_out":
+        return leave_one_out_opob(log_u, log_grad_norm, rewards)
+    baseline = opob(log_u, log_grad_norm, rewards)
+    values = torch.full((len(rewards),), baseline.value, dtype=torch.float64, device=rewards.device)
+    return TrajectoryBaselines(values, len(rewards) if baseline.fell_back else 0)
+
+
 def _log_terms(log_u: Tensor, log_grad_norm: Tensor) -> Tensor:
     return 2 * log_u.detach().double() + 2 * log_grad_norm.detach().double()
 

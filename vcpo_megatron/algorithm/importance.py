@@ -13,6 +13,7 @@ Nothing here is differentiated through: weights are detached (DESIGN: "detached"
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -77,6 +78,32 @@ def truncated_log_weights(log_ratio: Tensor, threshold: float) -> Tensor:
 def truncated_weights(log_ratio: Tensor, threshold: float) -> Tensor:
     """w = exp(min(l, log c)), elementwise; at most c, never overflows. ``log_ratio`` may be [n] or [T]."""
     return truncated_log_weights(log_ratio, threshold).exp()
+
+
+def masked_log_weights(log_ratio: Tensor, threshold: float) -> Tensor:
+    """l where exp(l) <= c, else -inf: masked importance sampling, which drops what it cannot trust
+    (sequence-level MIS; Liu et al. 2025, "When speed kills stability")."""
+    return log_ratio.masked_fill(log_ratio > truncated_log_weights(log_ratio, threshold), -math.inf)
+
+
+def band_log_weights(log_ratio: Tensor, low: float, high: float) -> Tensor:
+    """l where low <= exp(l) <= high, else -inf (IcePop, Ring-1T, arXiv 2510.18855: token ratios in [0.5, 5])."""
+    lower = math.log(low) if low > 0 else -math.inf
+    return log_ratio.masked_fill((log_ratio < lower) | (log_ratio > math.log(high)), -math.inf)
+
+
+def log_weights(kind: str, log_ratio: Tensor, threshold: float, low: float, high: float) -> Tensor:
+    """log w of log ratios [n] or [T] for a row's ``weights``: truncated | masked | band. ValueError for another."""
+    if kind not in LOG_WEIGHTS:
+        raise ValueError(f"weights = {kind!r}: expected one of {', '.join(LOG_WEIGHTS)}")
+    return LOG_WEIGHTS[kind](log_ratio, threshold, low, high)
+
+
+LOG_WEIGHTS: Mapping[str, Callable[[Tensor, float, float, float], Tensor]] = {
+    "truncated": lambda x, threshold, low, high: truncated_log_weights(x, threshold),
+    "masked": lambda x, threshold, low, high: masked_log_weights(x, threshold),
+    "band": lambda x, threshold, low, high: band_log_weights(x, low, high),
+}
 
 
 def _require_tokens(**tensors: Tensor) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .load import ConfigError, read_toml
+from .methods import ORDERED_SURROGATES
 from .model_folder import generation_problems, read_model, tokenizer_problems, weight_problems
 from .model_shape import ModelShape
 from .models import RunConfig
@@ -119,10 +120,30 @@ def _experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
 
 def _algorithm(config: RunConfig) -> Iterator[str]:
     algorithm, staleness = config.algorithm, config.staleness
-    if algorithm.is_level == "none" and staleness.max_staleness > 0 and not algorithm.allow_uncorrected:
+    row = algorithm.row
+    if not row.corrected and staleness.max_staleness > 0 and not algorithm.allow_uncorrected:
+        named = f'method = "{algorithm.method}"' if algorithm.is_level is None else 'is_level = "none"'
         yield (
-            f'algorithm.is_level = "none": with staleness.max_staleness = {staleness.max_staleness} off-policy data '
+            f"algorithm.{named}: with staleness.max_staleness = {staleness.max_staleness} off-policy data "
             "would be trained on without a correction; set is_level, max_staleness = 0, or allow_uncorrected = true"
+        )
+    if row.needs_norms and not row.linear:
+        yield (
+            f'algorithm.baseline = "{row.baseline}": the gradient of method = "{algorithm.method}" is not linear in '
+            "the advantage, so no optimal baseline exists; use group_mean, leave_one_out or zero"
+        )
+    if not row.linear and algorithm.is_level not in (None, "none"):
+        yield (
+            f'algorithm.is_level = "{algorithm.is_level}": method = "{algorithm.method}" weighs ratios in its own '
+            "way; remove is_level"
+        )
+    if row.ratio_low >= row.ratio_high:
+        yield f"algorithm.ratio_low = {row.ratio_low}: must be below ratio_high = {row.ratio_high}"
+    yield from _opob_mode(config)
+    if (algorithm.kl_coef > 0) != (algorithm.kl_reference != "none"):
+        yield (
+            f'algorithm.kl_coef = {algorithm.kl_coef}: with kl_reference = "{algorithm.kl_reference}" it has no '
+            "effect; set both or neither"
         )
     base = algorithm.base_ess_ratio
     if base == "auto":
@@ -130,6 +151,35 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
             yield 'algorithm.base_ess_ratio = "auto": needs staleness.lag = "bounded"; give a number for "exact"'
     elif not 0 < base <= 1:
         yield f'algorithm.base_ess_ratio = {base}: must be "auto" or a number above 0 and at most 1'
+
+
+def _opob_mode(config: RunConfig) -> Iterator[str]:
+    algorithm, row, parallel = config.algorithm, config.algorithm.row, config.parallel
+    if (row.statistic or row.surrogate in ORDERED_SURROGATES) and parallel.context > 1:
+        yield (
+            f'algorithm.method = "{algorithm.method}": needs a trajectory\'s tokens on one rank, which '
+            f"parallel.context = {parallel.context} does not give; use context = 1"
+        )
+    if row.needs_norms and algorithm.opob_mode == "proxy" and parallel.expert > 1:
+        yield (
+            f'algorithm.opob_mode = "proxy": groups are spread over ranks with parallel.expert = {parallel.expert}, '
+            'where no rank sees a whole one; use "accumulate", "deferred" or "two_pass"'
+        )
+    if row.needs_norms and algorithm.opob_mode == "proxy" and parallel.virtual_pipeline > 1:
+        yield (
+            f'algorithm.opob_mode = "proxy": its packs do not come in multiples of the {parallel.pipeline} stages that '
+            f"parallel.virtual_pipeline = {parallel.virtual_pipeline} needs; use another mode or 1"
+        )
+    if row.baseline == "opob_leave_one_out" and algorithm.opob_mode == "accumulate":
+        yield (
+            'algorithm.baseline = "opob_leave_one_out": one sum a group cannot carry a baseline for each trajectory; '
+            'use opob_mode = "deferred" or "two_pass"'
+        )
+    if algorithm.opob_accumulator_dtype != "float32" and not (row.needs_norms and algorithm.opob_mode == "accumulate"):
+        yield (
+            f'algorithm.opob_accumulator_dtype = "{algorithm.opob_accumulator_dtype}": only opob_mode = "accumulate" '
+            'with an OPOB baseline has accumulators; use "float32"'
+        )
 
 
 def _training(config: RunConfig) -> Iterator[str]:
@@ -140,6 +190,15 @@ def _training(config: RunConfig) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps = {optimizer.warmup_steps}: must be below train.steps = {train.steps}, "
             "the learning rate would never be reached"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield f"optimizer.min_lr = {optimizer.min_lr}: above optimizer.lr = {optimizer.lr}"
+    if (optimizer.schedule == "wsd") != (optimizer.decay_steps is not None):
+        yield f'optimizer.decay_steps = {optimizer.decay_steps}: belongs to schedule = "wsd", which needs it; set both'
+    elif optimizer.decay_steps is not None and optimizer.warmup_steps + optimizer.decay_steps > train.steps:
+        yield (
+            f"optimizer.decay_steps = {optimizer.decay_steps}: with warmup_steps = {optimizer.warmup_steps} more than "
+            f"train.steps = {train.steps}"
         )
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield f"optimizer.betas = {list(optimizer.betas)}: each must be at least 0 and below 1"

@@ -76,7 +76,7 @@ def flatten(config: RunConfig) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """What ``path`` says, unchecked; raises ConfigError when it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
     except FileNotFoundError:
         raise ConfigError([f"{path}: no such file"]) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -119,7 +119,7 @@ def _apply(data: dict[str, Any], override: str, problems: list[str]) -> Key | No
         return None
     value = _override_value(text.strip())
     if isinstance(value, str) and key in _path_keys():
-        value = _absolute(value, Path.cwd())
+        value = _absolute(value, Path.cwd(), name)
     table: Any = data
     for depth, part in enumerate(key[:-1], 1):
         table = table.setdefault(part, {})
@@ -157,15 +157,18 @@ def _path_keys() -> set[Key]:
     }
 
 
-def _absolute(value: str, base: Path) -> str:
-    return os.path.abspath(base / Path(value).expanduser())
+def _absolute(value: str, base: Path, name: str) -> str:
+    try:
+        return os.path.abspath(base / Path(value).expanduser())
+    except RuntimeError:  # ~user
+        raise ConfigError([f"{name} = {_shown(value)}: there is no such user; give another path"]) from None
 
 
 def _resolve_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:
     for section, key in _path_keys():
         table = data.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str):
-            table[key] = _absolute(table[key], base)
+            table[key] = _absolute(table[key], base, f"{section}.{key}")
     return data
 
 

@@ -6,11 +6,14 @@ fields must satisfy together is in ``checks.py``; reading TOML and overrides is 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from .methods import METHODS, Method
 
 
 class Section(BaseModel):
@@ -42,29 +45,60 @@ class ParallelConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    baseline: Literal["opob", "group_mean", "zero"] = "opob"
-    is_level: Literal["sequence", "token", "none"] = "sequence"
+    """The method and its parts. A key whose default is None takes the value of the method's row (methods.py)."""
+
+    method: Literal[
+        "vcpo", "vcpo_ess_only", "vcpo_opob_only", "reinforce", "rloo", "grpo", "dr_grpo", "ppo_clip", "decoupled_ppo",
+        "gspo", "tis_token", "tis_sequence", "mis", "icepop", "m2po", "cispo", "p3o", "mu_grpo", "asymmetric",
+    ] = "vcpo"  # fmt: skip
+    baseline: Literal["opob", "opob_leave_one_out", "group_mean", "leave_one_out", "zero"] | None = None
+    is_level: Literal["sequence", "token", "none"] | None = None
     is_threshold: float = Field(
         8.0, gt=0, allow_inf_nan=True, description="weights are truncated at this value; inf: never"
     )
+    ratio_low: float | None = Field(None, ge=0, description="lower bound of the ratio where the method has one")
+    ratio_high: float | None = Field(
+        None, gt=0, allow_inf_nan=True, description="upper bound of the ratio where the method has one"
+    )
+    second_moment: float = Field(0.04, gt=0, description="bound on the mean squared token log ratio (m2po)")
     opob_weights: Literal["raw", "truncated"] = "raw"
+    opob_mode: Literal["accumulate", "deferred", "two_pass", "proxy"] = Field(
+        "accumulate", description="how the baseline gets its norms: three exact ways, and proxy, which is not exact"
+    )
     opob_accumulators: int | None = Field(
         None, ge=1, description="bound on gradient-sized accumulators a pipeline stage; default: what hides the latency"
     )
-    ess_scaling: bool = True
+    opob_accumulator_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="bfloat16 halves the accumulators and is not exact; its error is a metric"
+    )
+    ess_scaling: bool | None = None
     ess_rule: Literal["sqrt", "linear"] = "sqrt"
     ess_weights: Literal["raw", "truncated"] = "raw"
     base_ess_ratio: float | Literal["auto"] = 1.0
     behavior_anchor: float = Field(0.0, ge=0)
-    normalize_std: bool = True
-    loss_normalization: Literal["sequence_token_mean", "token_mean", "sequence_token_sum", "constant"] = (
-        "sequence_token_mean"
-    )
+    normalize_std: bool | None = None
+    loss_normalization: Literal["sequence_token_mean", "token_mean", "sequence_token_sum", "constant"] | None = None
+    kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || reference); with OPOB a second backward")
+    kl_reference: Literal["none", "initial"] = Field("none", description="initial: a copy of model.path on the host")
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy; with OPOB a second backward")
     allow_uncorrected: bool = Field(False, description="permit an asynchronous run without off-policy correction")
+
+    @property
+    def row(self) -> Method:
+        """The method's row with the explicit keys of this section put in."""
+        fields = (field.name for field in dataclasses.fields(Method))
+        given = {name: value for name in fields if (value := getattr(self, name, None)) is not None}
+        return dataclasses.replace(METHODS[self.method], **given)
+
+    @property
+    def regularized(self) -> bool:
+        """True when a KL or entropy term is part of the loss."""
+        return self.kl_coef > 0 or self.entropy_coef > 0
 
 
 class OptimizerConfig(Section):
     lr: float = Field(1e-6, gt=0)
+    min_lr: float = Field(0.0, ge=0, description="where cosine and wsd end")
     weight_decay: float = Field(0.1, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
@@ -73,8 +107,9 @@ class OptimizerConfig(Section):
         False, description="reduce a bucket of gradients while the baselines of the next one are taken off"
     )
     clip_grad: float = Field(1.0, ge=0, description="0 turns clipping off")
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"
     warmup_steps: int = Field(0, ge=0)
+    decay_steps: int | None = Field(None, ge=1, description="last steps of wsd, over which it decays linearly")
 
 
 class TrainConfig(Section):
@@ -115,7 +150,11 @@ class EnvironmentConfig(Section):
 class StalenessConfig(Section):
     max_staleness: int = Field(4, ge=0)
     lag: Literal["bounded", "exact"] = "bounded"
-    wait_s: float = Field(600.0, gt=0, description="wait for a trajectory at the bound before it is dropped")
+    wait_s: float = Field(
+        600.0,
+        gt=0,
+        description="wait for a trajectory at the bound before it is dropped; an evaluation's sample has as long",
+    )
 
 
 class CheckpointConfig(Section):

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ MANIFEST = "manifest.json"
 class Manifest(BaseModel):
     """Completion marker of a checkpoint: written last, and atomically, by learner rank 0.
 
+    ``files`` holds the size in bytes of every other file of the checkpoint, by its path within.
     ``orchestrator`` is the opaque state that the orchestrator handed over with the request
     (data cursor, staleness counters, store position); it is given back unread on resume.
     """
@@ -39,21 +41,35 @@ class Manifest(BaseModel):
     version_number: int
     learner: dict[str, Any]
     orchestrator: dict[str, Any]
+    files: dict[str, int] = {}
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` so that a reader sees the old or the new content, durably."""
+    """Replace ``path`` by ``text`` so that a reader sees the old or the new content, durably.
+
+    OSError, which names ``path``, leaves the old content.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    """Bring a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -97,14 +113,48 @@ class RunDirectory:
         return Manifest.model_validate(json.loads((self.checkpoint(step) / MANIFEST).read_text()))
 
     def complete_steps(self) -> list[int]:
-        """Steps of all complete checkpoints, ascending, whatever else was left behind."""
-        found = self.checkpoints.glob(f"step_*/{MANIFEST}") if self.checkpoints.is_dir() else ()
-        names = (path.parent.name.removeprefix("step_") for path in found)
+        """Steps of all complete checkpoints, ascending, whatever else was left behind.
+
+        Complete: the manifest can be read, and every file that it names has its size.
+        """
+        return sorted(step for step in self._steps() if self._is_complete(step))
+
+    def _steps(self) -> list[int]:
+        """Steps of all checkpoint folders, complete or not."""
+        names = [path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*")]
         return sorted(int(name) for name in names if name.isdecimal())
 
+    def _is_complete(self, step: int) -> bool:
+        return (self.checkpoint(step) / MANIFEST).exists() and self._damage(step) is None
+
+    def damaged(self) -> dict[int, str]:
+        """What is wrong with each checkpoint that was complete once, by step. A save that was interrupted is none."""
+        steps = [step for step in self._steps() if (self.checkpoint(step) / MANIFEST).exists()]
+        return {step: damage for step in steps if (damage := self._damage(step)) is not None}
+
+    def _damage(self, step: int) -> str | None:
+        try:
+            files = self.manifest(step).files
+        except (OSError, ValueError):
+            return f"{MANIFEST} cannot be read"
+        for name, size in files.items():
+            try:
+                found = (self.checkpoint(step) / name).stat().st_size
+            except OSError:
+                return f"{name} is missing"
+            if found != size:
+                return f"{name} has {found} bytes, not {size}"
+        return None
+
     def complete(self, step: int, manifest: Manifest) -> None:
-        """Mark checkpoint ``step`` complete and make it the latest."""
-        write_atomically(self.checkpoint(step) / MANIFEST, manifest.model_dump_json(indent=1))
+        """Mark checkpoint ``step`` complete and make it the latest, after everything in it is on disk."""
+        folder = self.checkpoint(step)
+        paths = [path for path in folder.rglob("*") if path.name != MANIFEST]
+        for path in [*paths, folder]:
+            _flush(path)
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(paths) if path.is_file()}
+        manifest = manifest.model_copy(update={"files": files})
+        write_atomically(folder / MANIFEST, manifest.model_dump_json(indent=1))
         write_atomically(self.checkpoints / "latest", f"step_{step}\n")
 
     def prune(self, keep_last: int) -> None:

@@ -5,7 +5,8 @@
                  └── guard (acts only when the supervisor was killed with SIGKILL)
 
 Exit codes: 0 done; 1 failed, with one line on standard error; 2 a process refused the configuration; 128 + N
-stopped by signal N (SIGINT 130, SIGTERM 143): after a checkpoint on the first signal, at once on the second.
+stopped by signal N (SIGINT 130, SIGTERM 143, SIGHUP 129): after a checkpoint on the first signal, at once on the
+second.
 """
 
 from __future__ import annotations
@@ -49,19 +50,26 @@ def run(config: RunConfig, directory: RunDirectory, *, resume: bool, command: Co
     """
     directory = RunDirectory(directory.path.resolve())
     try:
+        plan = plan_local(config, gpus=visible_gpus(), host=HOST)
+        ports = choose_ports(plan)  # before anything is written: a port in use leaves no trace
         workspace.prepare(directory)
         with workspace.locked(directory):
-            return _run_locked(config, directory, resume, command)
+            return _run_locked(config, directory, resume, command, plan, ports)
     except (workspace.RunDirectoryError, PortError, PlacementError) as error:
         _complain(str(error))
         return 1
+    except BrokenPipeError:
+        raise  # of whoever reads our output
+    except OSError as error:
+        _complain(f"{error.filename or directory.path}: {error.strerror}; free space, or choose another with --run-dir")
+        return 1
 
 
-def _run_locked(config: RunConfig, directory: RunDirectory, resume: bool, command: Command) -> int:
+def _run_locked(
+    config: RunConfig, directory: RunDirectory, resume: bool, command: Command, plan: Plan, ports: Ports
+) -> int:
     if not resume:
         workspace.refuse_used(directory)
-    plan = plan_local(config, gpus=visible_gpus(), host=HOST)
-    ports = choose_ports(plan)
     context = _context(directory, ports, resume)
     write_atomically(directory.resolved, dump_resolved(config))
     progress = Progress(config.train.steps, first_step=context.resume_step or 0)
@@ -71,6 +79,9 @@ def _run_locked(config: RunConfig, directory: RunDirectory, resume: bool, comman
     def watch() -> None:
         for row in follower.poll():
             progress.show(row)
+            if row["step"] >= progress.first_step and math.isnan(row.get("eval/accuracy", 0.0)):
+                progress.say(f"evaluation of version {row.get('eval/version')}: every sample failed; see "
+                             f"{directory.log('orchestrator', 0)}")  # fmt: skip
 
     with caught_signals() as signals, no_orphans(), _guarded(context.token), contextlib.closing(progress):
         children = [_start(process, plan, ports, context, command) for process in (plan.orchestrator, *plan.learners)]
@@ -86,6 +97,8 @@ def _run_locked(config: RunConfig, directory: RunDirectory, resume: bool, comman
 def _context(directory: RunDirectory, ports: Ports, resume: bool) -> ProcessContext:
     step = workspace.newest_checkpoint(directory) if resume else None
     if resume:
+        for damaged in workspace.skipped_checkpoints(directory):
+            print(f"vcpo: warning: {damaged} and is skipped", file=sys.stderr, flush=True)
         where = "no complete checkpoint yet: starting at step 0" if step is None else f"resuming from step_{step}"
         print(f"{directory.path}: {where}", flush=True)
     return ProcessContext(
@@ -168,6 +181,10 @@ def _report(ending: Ending, config: RunConfig, directory: RunDirectory) -> None:
         _complain(ending.error)
     rows = read_rows(directory.metrics)
     done = int(rows[-1]["step"]) + 1 if rows else 0
+    newest = workspace.newest_checkpoint(directory) or 0
+    if ending.exit_code == 0 and done < newest:
+        print(f"vcpo: warning: {directory.metrics} holds {done} of {newest} steps: it was removed or changed while the "
+              "run wrote it", file=sys.stderr, flush=True)  # fmt: skip
     parts = [f"{done} of {config.train.steps} steps"]
     evaluated = [row for row in rows if math.isfinite(row.get("eval/accuracy", math.nan))]
     if evaluated:

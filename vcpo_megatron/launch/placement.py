@@ -16,6 +16,9 @@ from typing import Literal
 from ..config.models import RunConfig
 from ..config.run_directory import RunDirectory
 
+#: Learner ranks and servers of one host; far above its GPUs, far below its ports and process ids.
+MAX_PROCESSES = 512
+
 Role = Literal["orchestrator", "learner", "server"]
 
 #: Module that ``python -m`` runs for a role.
@@ -73,10 +76,16 @@ class Plan:
 def plan_local(config: RunConfig, *, gpus: Sequence[str] = (), host: str = "127.0.0.1") -> Plan:
     """Processes of ``config`` on one host with the GPUs ``gpus``; without any, all run on CPUs.
 
-    Raises PlacementError when there are GPUs, but fewer than one a learner rank and one a server.
+    Raises PlacementError when there are GPUs, but fewer than one a learner rank and one a server, or when the
+    processes are more than any host runs.
     """
     ranks = config.launch.learner_ranks
     servers = config.rollout.servers if config.rollout.engine == "embedded" else 0
+    if ranks + servers > MAX_PROCESSES:
+        raise PlacementError(
+            f"launch.learner_ranks = {ranks} and rollout.servers = {servers} are {ranks + servers} processes, one host "
+            f"runs at most {MAX_PROCESSES}; lower them"
+        )
     if gpus and len(gpus) < ranks + servers:
         raise PlacementError(
             f"launch.learner_ranks = {ranks} and rollout.servers = {servers} need {ranks + servers} GPUs, "

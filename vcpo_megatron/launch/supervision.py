@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from ..config.process import ENDED_BY_ORCHESTRATOR
 from ..transport.child import last_error, signal_group
 
 POLL_S = 0.05
@@ -31,6 +32,8 @@ POLL_S = 0.05
 LEARNER_GRACE_S = 15.0
 #: After a first death: how long others' deaths are collected, to name the cause and not its consequence.
 SETTLE_S = 1.0
+#: How long the orchestrator, which ends its servers first, is waited for when a rank says that it ended the run.
+ORIGIN_S = 15.0
 _KILL_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -64,6 +67,10 @@ class Child:
             how = f"ended with signal {_signal_name(-code)}"
         message = last_error(self.log)
         return f"{self.name} {how}; log: {self.log}" + (f"; last message: {message}" if message else "")
+
+    def was_told_to_end(self) -> bool:
+        """Whether a learner rank failed only because the orchestrator, which has the reason, had ended the run."""
+        return self.role == "learner" and ENDED_BY_ORCHESTRATOR in (last_error(self.log) or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +246,19 @@ class Supervisor:
             time.sleep(POLL_S)
             self._poll()
         culprit = min((child for child in self._children if self._failed(child)), key=_blame)
+        if culprit.was_told_to_end():
+            culprit = self._origin(culprit)
         error = culprit.describe()  # before the others are killed and write into their logs
         self._kill_all()
         return Ending(2 if culprit.exit_code == 2 else 1, error)
+
+    def _origin(self, rank: Child) -> Child:
+        """The one to name in place of ``rank``: the orchestrator, which ended the run, once it has ended itself."""
+        deadline = time.monotonic() + min(ORIGIN_S, self._timeout_s)
+        while time.monotonic() < deadline and len(self._signals) < 2 and self._alive([self._orchestrator]):
+            time.sleep(POLL_S)
+            self._poll()
+        return self._orchestrator if self._failed(self._orchestrator) else rank
 
     def _alive(self, children: Sequence[Child]) -> list[Child]:
         return [child for child in children if child.ended_at is None]

@@ -91,6 +91,26 @@ def newest_checkpoint(directory: RunDirectory) -> int | None:
     return steps[-1] if steps else None
 
 
+def skipped_checkpoints(directory: RunDirectory) -> list[str]:
+    """One phrase for each damaged checkpoint that is newer than the newest complete one.
+
+    RunDirectoryError when there are only damaged ones: to start over would throw the run away.
+    """
+    newest = newest_checkpoint(directory)
+    damaged = directory.damaged()
+    found = [
+        f"{directory.checkpoint(step)} is damaged ({damage})"
+        for step, damage in damaged.items()
+        if newest is None or step > newest
+    ]
+    if newest is None and found:
+        raise RunDirectoryError(
+            f"{'; '.join(found)}, and there is no other checkpoint: put its files back, or remove it to start over at "
+            "step 0"
+        )
+    return found
+
+
 def resume_command(directory: RunDirectory) -> str:
     """What a user types to continue the run."""
     path = shlex.quote(str(directory.path))

@@ -20,18 +20,16 @@ from megatron.core.models.gpt import GPTModel
 from ..config.models import RunConfig
 from ..config.run_directory import Manifest, RunDirectory
 from ..types import PolicyVersion
+from .checkpoint_errors import CheckpointError, reading, writing
 from .distributed_optimizer import finish_loading, prepare_to_load
 from .model import padded_vocabulary
 from .parallel import Parallel
-from .step import EssState
+from .step_size import EssState
 from .training import Trainable
 
-#: Tensors of a parameter's shape, so that any layout reads what a sharded optimizer wrote.
-_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or does not fit the run; one line for the user."""
+#: Tensors of a parameter's shape, so that any layout reads what a sharded optimizer wrote; and the same names
+#: whether experts have an optimizer of their own (expert parallelism) or not.
+_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 class Checkpoints:
@@ -51,13 +49,11 @@ class Checkpoints:
         path = self._directory.checkpoint(step)
         if self._parallel.rank == 0:
             shutil.rmtree(path, ignore_errors=True)
-            try:
+            with writing(path):
                 path.mkdir(parents=True)
-            except OSError as error:
-                reason = f"cannot create {path}: {error.strerror}; free space or fix permissions"
-                raise CheckpointError(reason) from error
         self._barrier()
-        dist_checkpointing.save(self._state(loading=False), str(path))
+        with writing(path):
+            dist_checkpointing.save(self._state(loading=False), str(path))
         self._barrier()
         if self._parallel.rank == 0:
             learner = {
@@ -65,23 +61,27 @@ class Checkpoints:
                 "schedule_steps": self._trainable.schedule.num_steps,
                 "model": self._model_facts(),
             }
-            self._directory.complete(
-                step,
-                Manifest(step=step, attempt=version.attempt, version_number=version.number, learner=learner,
-                         orchestrator=orchestrator),
-            )  # fmt: skip
+            with writing(path):
+                self._directory.complete(
+                    step,
+                    Manifest(step=step, attempt=version.attempt, version_number=version.number, learner=learner,
+                             orchestrator=orchestrator),
+                )  # fmt: skip
             self._directory.prune(self._config.checkpoint.keep_last)
 
     def load(self, step: int) -> EssState:
         """Restore parameters, optimizer and schedule from the complete checkpoint ``step``."""
-        manifest = self._directory.manifest(step)
+        path = self._directory.checkpoint(step)
+        with reading(path):
+            manifest = self._directory.manifest(step)
         saved, current = manifest.learner["model"], self._model_facts()
         differing = [f"{key} {saved.get(key)} in the checkpoint, {current[key]} now" for key in current
                      if saved.get(key) != current[key]]  # fmt: skip
         if differing:
-            raise CheckpointError(f"{self._directory.checkpoint(step)} does not fit this run: {'; '.join(differing)}")
+            raise CheckpointError(f"{path} does not fit this run: {'; '.join(differing)}")
         prepare_to_load(self._trainable.optimizer)
-        state = dist_checkpointing.load(self._state(loading=True), str(self._directory.checkpoint(step)))
+        with reading(path):
+            state = dist_checkpointing.load(self._state(loading=True), str(path))
         for key, chunk in self._chunks().items():
             chunk.load_state_dict(state[key], strict=False)  # extra states are not parameters
         self._trainable.optimizer.load_state_dict(state["optimizer"])
@@ -109,6 +109,8 @@ class Checkpoints:
             "vocabulary": shape.vocab_size,
             "padded vocabulary": padded_vocabulary(self._config, shape),
             "dtype": self._config.model.dtype,
+            # Megatron then keeps a second optimizer, and stores the two in another structure than one
+            "parallel.expert > 1": self._config.parallel.expert > 1,
         }
 
     def _barrier(self) -> None:

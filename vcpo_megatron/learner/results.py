@@ -17,15 +17,19 @@ class RowTable:
     """Numbers of the N trajectories of a batch, float64 on the CPU; a rank fills the rows that it knows.
 
     Columns: owners (how many ranks claim the row), log_ratio, logprob_sum (sum of v_t log pi_t over
-    sampled tokens, v_t the token weight or 1), entropy_sum, has_norm, grad_norm, baseline, fell_back.
+    sampled tokens, see ``Objective.reported``), entropy_sum, has_norm, grad_norm, has_baseline, baseline,
+    fell_back, kl_sum (estimates of KL to the reference over sampled tokens).
     """
 
-    _COLUMNS = ("owners", "log_ratio", "logprob_sum", "entropy_sum", "has_norm", "grad_norm", "baseline", "fell_back")
+    _COLUMNS = ("owners", "log_ratio", "logprob_sum", "entropy_sum", "has_norm", "grad_norm", "has_baseline",
+                "baseline", "fell_back", "kl_sum")  # fmt: skip
+    _RANK_NUMBERS = 4
 
     def __init__(self, rows: int) -> None:
         self._values = torch.zeros(rows, len(self._COLUMNS), dtype=torch.float64)
         self._non_finite_gradients = 0.0
         self._padded_tokens = 0.0
+        self._accumulator_error = (0.0, 0.0)
 
     def record_forward(
         self, rows: Sequence[int], log_ratio: torch.Tensor, logprob_sum: torch.Tensor, entropy_sum: torch.Tensor
@@ -34,31 +38,40 @@ class RowTable:
         ones = torch.ones(len(rows), dtype=torch.float64)
         self._values[list(rows), :4] = torch.stack([ones, log_ratio, logprob_sum, entropy_sum], dim=1)
 
-    def record_baseline(self, rows: Sequence[int], norms: torch.Tensor, baseline: float, fell_back: bool) -> None:
-        """|g_i| float64 [n] and b_g of one group."""
-        index = list(rows)
-        self._values[index, 4] = 1.0
-        self._values[index, 5] = norms.double()
-        self._values[index, 6] = baseline
-        self._values[index, 7] = float(fell_back)
+    def record_norms(self, rows: Sequence[int], norms: torch.Tensor) -> None:
+        """Exact |g_i| float64 [n]."""
+        self._values[list(rows), 4:6] = torch.stack([torch.ones_like(norms), norms], dim=1).double()
 
-    def record_rank(self, *, gradients_are_finite: bool, padded_tokens: int) -> None:
+    def record_baselines(self, rows: Sequence[int], baselines: torch.Tensor, fell_back: bool) -> None:
+        """b_i float64 [n] of one group, found from norms or from their proxy."""
+        ones = torch.ones_like(baselines)
+        self._values[list(rows), 6:9] = torch.stack([ones, baselines, ones * float(fell_back)], dim=1).double()
+
+    def record_kl(self, rows: Sequence[int], kl_sum: torch.Tensor) -> None:
+        """Sums of the KL estimates of these rows, float64 [n]."""
+        self._values[list(rows), 9] = kl_sum
+
+    def record_rank(
+        self, *, gradients_are_finite: bool, padded_tokens: int, accumulator_error: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
         """What this rank found as a whole; ``padded_tokens`` is 0 on all ranks but one of those that share packs."""
         self._non_finite_gradients = 0.0 if gradients_are_finite else 1.0
         self._padded_tokens = float(padded_tokens)
+        self._accumulator_error = accumulator_error
 
     def packed(self) -> torch.Tensor:
         """One vector to be summed over ranks; rows that another rank claims are left out."""
         values = torch.where(self._values[:, :1] > 0, self._values, 0.0)
-        rank = torch.tensor([self._non_finite_gradients, self._padded_tokens], dtype=torch.float64)
-        return torch.cat([values.reshape(-1), rank])
+        numbers = [self._non_finite_gradients, self._padded_tokens, *self._accumulator_error]
+        return torch.cat([values.reshape(-1), torch.tensor(numbers, dtype=torch.float64)])
 
     @classmethod
     def from_sum(cls, packed: torch.Tensor) -> RowTable:
         """The table that all ranks agree on; RuntimeError when a row has no owner or several."""
         table = cls(0)
-        table._values = packed[:-2].reshape(-1, len(cls._COLUMNS))
-        table._non_finite_gradients, table._padded_tokens = packed[-2:].tolist()
+        table._values = packed[: -cls._RANK_NUMBERS].reshape(-1, len(cls._COLUMNS))
+        finite, padded, error, size = packed[-cls._RANK_NUMBERS :].tolist()
+        table._non_finite_gradients, table._padded_tokens, table._accumulator_error = finite, padded, (error, size)
         if not bool((table._column("owners") == 1).all()):
             raise RuntimeError("a trajectory of the batch was computed by no rank, or by several")
         return table
@@ -86,8 +99,18 @@ class RowTable:
 
     @property
     def baseline(self) -> torch.Tensor:
-        """b_g where OPOB gave it; meaningful where ``grad_norm`` is not nan."""
-        return self._column("baseline")
+        """b_i found from norms or their proxy; nan where none was."""
+        return torch.where(self._column("has_baseline") > 0, self._column("baseline"), math.nan)
+
+    @property
+    def kl_sum(self) -> torch.Tensor:
+        return self._column("kl_sum")
+
+    @property
+    def accumulator_error(self) -> float:
+        """Relative error of accumulators of less than fp32, on the rows that are probed."""
+        error, size = self._accumulator_error
+        return math.sqrt(error / size) if size > 0 else 0.0
 
     @property
     def fell_back(self) -> torch.Tensor:
@@ -110,7 +133,8 @@ class RowFacts:
     """What is known of the N rows before the step, in the order of the batch.
 
     rewards, inverse_std, centre, token_coefficients, sampled_tokens: float64 [N];
-    has_variance: bool [N], of the row's group. ``centre`` is the baseline where OPOB was not taken.
+    has_variance: bool [N], of the row's group. ``centre`` is the baseline where norms give none.
+    ``linear``: the method's gradient is linear in the advantage.
     """
 
     rewards: torch.Tensor
@@ -120,13 +144,14 @@ class RowFacts:
     token_coefficients: torch.Tensor
     sampled_tokens: torch.Tensor
     group_sizes: tuple[int, ...]
+    linear: bool = True
 
     @classmethod
     def of(
-        cls, groups: Sequence[Sequence[Row]], scales: Sequence[GroupScale], centres: Sequence[float],
-        coefficients: torch.Tensor,
+        cls, groups: Sequence[Sequence[Row]], scales: Sequence[GroupScale], centres: torch.Tensor,
+        coefficients: torch.Tensor, *, linear: bool = True,
     ) -> RowFacts:  # fmt: skip
-        """Facts of the rows of ``groups``; ``scales`` and ``centres`` have one entry a group, ``coefficients`` one
+        """Facts of the rows of ``groups``; ``scales`` has one entry a group, ``centres`` and ``coefficients`` one
         a row."""
         rows = [row.trajectory for group in groups for row in group]
         sizes = torch.tensor([len(group) for group in groups], dtype=torch.int64)
@@ -137,16 +162,22 @@ class RowFacts:
         return cls(
             rewards=torch.tensor([t.reward for t in rows], dtype=torch.float64),
             inverse_std=column([scale.inverse_std for scale in scales]),
-            centre=column(centres),
+            centre=centres,
             has_variance=column([float(scale.has_variance) for scale in scales]) > 0,
             token_coefficients=coefficients,
             sampled_tokens=torch.tensor([t.num_sampled for t in rows], dtype=torch.float64),
             group_sizes=tuple(sizes.tolist()),
+            linear=linear,
         )
 
+    def rows_of(self, group: int) -> list[int]:
+        """Rows of the batch that group number ``group`` holds."""
+        start = sum(self.group_sizes[:group])
+        return list(range(start, start + self.group_sizes[group]))
+
     def baselines(self, table: RowTable) -> torch.Tensor:
-        """b of every row: OPOB's where it was taken, else the centre of its group."""
-        return torch.where(table.grad_norm.isnan(), self.centre, table.baseline)
+        """b of every row: what norms gave where they did, else what rewards gave."""
+        return torch.where(table.baseline.isnan(), self.centre, table.baseline)
 
 
 def step_metrics(
@@ -154,12 +185,14 @@ def step_metrics(
     ess_scale: float, learning_rate: float, total_norm: float, skipped: bool, seconds: float,
 ) -> dict[str, float]:  # fmt: skip
     """The learner's share of a row of ``metrics.jsonl``."""
-    advantage = torch.where(facts.has_variance, (facts.rewards - facts.baselines(table)) * facts.inverse_std, 0.0)
+    advantage = (facts.rewards - facts.baselines(table)) * facts.inverse_std * weights
+    # a method that is not linear in the advantage has it in its token coefficients already
+    factor = torch.where(facts.has_variance, advantage if facts.linear else torch.ones_like(advantage), 0.0)
     norms = table.grad_norm[~table.grad_norm.isnan()]
     tokens = facts.sampled_tokens.sum()
     starts = torch.tensor([0, *facts.group_sizes[:-1]]).cumsum(0)
     return {
-        "loss": -float((advantage * weights * facts.token_coefficients * table.logprob_sum).sum()),
+        "loss": -float((factor * facts.token_coefficients * table.logprob_sum).sum()),
         "reward/mean": float(facts.rewards.mean()),
         "ess/ratio": ess_ratio,
         "ess/ratio_truncated": ess_ratio_truncated,
@@ -170,8 +203,10 @@ def step_metrics(
         "grad_norm/trajectory_mean": float(norms.mean()) if len(norms) else math.nan,
         "grad_norm/trajectory_max": float(norms.max()) if len(norms) else math.nan,
         "baseline/fallbacks": float(table.fell_back[starts].sum()),
+        "baseline/accumulator_error": table.accumulator_error,
         "groups/zero_variance": float((~facts.has_variance)[starts].sum()),
         "kl/behavior": -float(table.log_ratio.sum() / tokens),
+        "kl/reference": float(table.kl_sum.sum() / tokens),
         "entropy": float(table.entropy_sum.sum() / tokens),
         "tokens/trained": float(tokens),
         "tokens/padded": table.padded_tokens,

@@ -1,15 +1,12 @@
-"""Exact per-trajectory squared gradient norms, and two weighted gradient sums, in one backward pass.
+"""Exact per-trajectory squared gradient norms, and weighted gradient sums, in one backward pass.
 
 Every parameter of Megatron's local layers gets its gradient in one of four places: a tensor-parallel
 linear layer (and its bias), the vocabulary-parallel embedding, an RMSNorm, a gate of experts. ``attach``
 replaces the computation of exactly these on the module INSTANCES; no class and no Megatron source is changed. The
 activations' gradients are what Megatron computes. The weight gradient is formed trajectory by
 trajectory: with G_i, A_i the output gradients and inputs of trajectory i's tokens, its share is
-W_i = G_i^T A_i, and from it come, in the same pass,
-
-    |g_i|^2   += |W_i|^2          the trajectory's squared gradient norm (never scaled by w, R or std)
-    gradient  += r_i W_i          r_i = w_i (R_i - m_g) / std_g + a, into Megatron's fp32 gradient
-    S_g       += q_i W_i          q_i = w_i, into the group's accumulator
+W_i = G_i^T A_i, from which |g_i|^2 += |W_i|^2 (never scaled by w, R or std). What else becomes of W_i is in
+``weight_gradients``.
 
 What is recorded belongs to one pack, so several packs may be in flight in a pipeline.
 
@@ -49,7 +46,7 @@ def attach(
 ) -> dict[str, torch.nn.Parameter]:
     """Make ``model`` (one chunk of a GPTModel) separate its gradients while ``switch.current`` is set.
 
-    Returns the parameters under the names by which ``PackScores.sums`` knows them: ``prefix`` (unique
+    Returns the parameters under the names by which ``WeightGradients`` knows them: ``prefix`` (unique
     for the chunk) + name. ``tied``: input and output embedding are one parameter, here or on two stages.
     UnsupportedLayer when a parameter belongs to a module of another kind, before anything was changed.
     """

@@ -13,70 +13,8 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.nn import Parameter
 
-from .score_state import PackScores, ScoreSwitch, Tokens, gather_rows, main_gradient
+from .score_state import PackScores, ScoreSwitch, Tokens, gather_rows
 from .score_tied import send_tied_rows
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32, whatever their dtype."""
-    if a.dtype is torch.float32:
-        return a @ b
-    if a.is_cuda:  # the matrix units accumulate in fp32: keep what they have
-        return torch.bmm(a, b, out_dtype=torch.float32) if a.dim() == 3 else torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, total in fp32."""
-    if a.dtype is torch.float32:
-        total.addmm_(a, b)
-    else:
-        total.add_(_product(a, b))
-
-
-def _rows(values: Tensor, positions: Tensor) -> Tensor:
-    """values [R, d] at positions [m, t] -> [m, t, d]; position R reads as zeros."""
-    if not len(values):
-        return values.new_zeros(*positions.shape, values.shape[1])
-    inside = positions < values.shape[0]
-    picked = values[positions.clamp(max=values.shape[0] - 1)]
-    return picked if bool(inside.all()) else picked * inside[..., None]
-
-
-def add_matrix_gradient(
-    scores: PackScores, tokens: Tokens, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
-) -> None:
-    """Add sum_i r_i W_i to the gradient, sum_i q_i W_i to S_g and |W_i|^2 to the norms; W_i = G_i^T A_i.
-
-    inputs A [R, d_in], grads G [R, d_out], rows as ``tokens`` says. A trajectory shorter than
-    d_in d_out / (d_in + d_out) is cheaper by Gram matrices, |G^T A|^2 = <A A^T, G G^T>, a longer one by
-    forming W_i. Where ranks hold different tokens of a trajectory, the same length decides what travels:
-    rows of A and G for a short one (every rank multiplies its rows with all), or a reduce-scatter of W_i.
-    """
-    assert scores.coefficients is not None and scores.sums is not None
-    d_in, d_out = inputs.shape[1], grads.shape[1]
-    limit = d_in * d_out // (d_in + d_out)
-    r, q = scores.coefficients.gradient, scores.coefficients.sums
-    targets = ((r, main_gradient(weight)), (q, scores.sums[name]))
-    buckets = tokens.buckets(limit)
-    if buckets:
-        all_inputs, all_grads = tokens.gather(inputs), tokens.gather(grads)
-        for members, local, whole in buckets:
-            gram = _product(_rows(inputs, local), _rows(all_inputs, whole).transpose(1, 2))
-            gram *= _product(_rows(grads, local), _rows(all_grads, whole).transpose(1, 2))
-            scores.owned.index_add_(0, members, gram.sum((1, 2), dtype=torch.float64))
-        short = torch.zeros(scores.n + 1)  # one more: rows of no trajectory
-        short[torch.cat([members for members, _, _ in buckets]).cpu()] = 1.0
-        for coefficient, total in targets:
-            per_row = (torch.nn.functional.pad(coefficient.float(), (0, 1)) * short).to(grads.device)[tokens.local.ids]
-            _add_product(total, (grads.float() * per_row[:, None]).to(grads.dtype).t(), inputs)
-    for i, length in enumerate(tokens.whole.counts):
-        if length > limit:
-            rows = tokens.local.rows(i)
-            w = _product(grads[rows].t(), inputs[rows])
-            scores.owned[i] += tokens.squared_norm(w)
-            for coefficient, total in targets:
-                total.add_(w, alpha=float(coefficient[i]))
 
 
 @dataclass(frozen=True)
@@ -124,7 +62,7 @@ class ScoredLinear(torch.autograd.Function):
             work = dist.all_reduce(dx, group=call.group, async_op=True)
         total = gather_rows(x, call.group) if call.sequence_parallel else x
         inputs, grads = total.reshape(-1, total.shape[-1]).to(call.dtype), grad.reshape(-1, grad.shape[-1])
-        add_matrix_gradient(call.scores, call.tokens, call.weight_name, call.weight, inputs, grads)
+        call.scores.gradients.matrix(call.scores, call.tokens, call.weight_name, call.weight, inputs, grads)
         if call.is_tied_output:
             send_tied_rows(call.scores, inputs, grads)
         if call.bias is not None and call.bias_name is not None:

@@ -8,6 +8,7 @@ router): only together do they have the trajectory's whole weight gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from .packing import Pack
 from .parallel import Parallel
+from .weight_gradients import Accumulator, NormsOnly, WeightGradients
 
 
 class TokenRows:
@@ -133,7 +135,10 @@ class Coefficients:
 class PackScores:
     """This rank's share of one pack's backward. Trajectories are numbered over the micro-step (``Pack.step_rows``).
 
-    coefficients, sums   r and q; parameter name -> S_g of the group (fp32): set before the backward
+    gradients            what becomes of weight gradients; set before the backward, like the next two
+    coefficients         r and q
+    accumulator          S_g of the group, where sums are accumulated
+    kept                 functions of the final coefficients [n] that finish the gradient, where it is deferred
     owned                float64 [n]: squared norms of which this rank alone holds its share
     tied                 rows of the output layer's gradient that the embedding's will meet, where they are one
     sends                messages under way to other stages, with what they hold
@@ -141,8 +146,10 @@ class PackScores:
 
     pack: Pack
     parallel: Parallel
+    gradients: WeightGradients = field(default_factory=NormsOnly)
     coefficients: Coefficients | None = None
-    sums: dict[str, Tensor] | None = None
+    accumulator: Accumulator = field(default_factory=Accumulator)
+    kept: list[Callable[[Tensor], object]] = field(default_factory=list)
     owned: Tensor = field(init=False)
     tied: Tensor | None = None
     sends: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
@@ -209,12 +216,10 @@ class PackScores:
         ``kind`` says what the tensor ranks hold of it: different parts of the parameter (owned), all of it
         (replicated), or summands of all of it (partial: norms under sequence parallelism, q/k norms).
         """
-        assert self.coefficients is not None and self.sums is not None
         per = rows.new_zeros(self.n + 1, rows.shape[1], dtype=torch.float32)
         per = per.index_add_(0, ids, rows.float())[self.own]
         self._vectors[kind].append(per)
-        self.sums[name].add_(self.coefficients.sums[self.own].to(per) @ per)
-        main_gradient(parameter).add_(self.coefficients.gradient[self.own].to(per) @ per)
+        self.gradients.vector(self, name, parameter, per)
 
     def squared_norms(self) -> Tensor:
         """This rank's share of |g_i|^2, to be summed over the replica: float64 [n]."""
@@ -235,11 +240,6 @@ class PackScores:
             if parallel.context_rank == 0 and (kind == "owned" or parallel.tensor_rank == 0):
                 self.owned[self.own] += whole.double().square().sum(1)
         return self.owned
-
-
-def main_gradient(parameter: torch.nn.Parameter) -> Tensor:
-    """The fp32 gradient that Megatron's DDP reduces and its optimizer reads."""
-    return parameter.main_grad  # type: ignore[attr-defined]
 
 
 class ScoreSwitch:

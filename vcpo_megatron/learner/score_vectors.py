@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .parallel import Parallel
-from .score_state import PackScores, ScoreSwitch, gather_rows, main_gradient
+from .score_state import PackScores, ScoreSwitch, gather_rows
 from .score_tied import receive_tied_rows, token_pairs
 
 
@@ -98,7 +98,6 @@ class _ScoredEmbedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         lookup: _Lookup = ctx.lookup
         scores, parallel = lookup.scores, lookup.scores.parallel
-        assert scores.coefficients is not None and scores.sums is not None
         pairs = token_pairs(scores, lookup.first, len(lookup.weight))
         whole = gather_rows(grad, parallel.context_group) if parallel.context_size > 1 else grad
         rows = grad.new_zeros(len(pairs.token), grad.shape[1], dtype=torch.float32)
@@ -110,9 +109,7 @@ class _ScoredEmbedding(torch.autograd.Function):
         mine = slice(parallel.context_rank, None, parallel.context_size)
         rows, owner, token = rows[mine], pairs.owner[mine], pairs.token[mine]
         scores.owned.index_add_(0, owner, rows.double().square().sum(1))
-        r, q = (c.to(rows) for c in (scores.coefficients.gradient, scores.coefficients.sums))
-        scores.sums[lookup.name].index_add_(0, token, rows * q[owner, None])
-        main_gradient(lookup.weight).index_add_(0, token, rows * r[owner, None])
+        scores.gradients.rows(scores, lookup.name, lookup.weight, owner, token, rows)
         return None, None, None
 
 

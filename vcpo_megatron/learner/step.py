@@ -1,72 +1,56 @@
-"""One optimizer step of VCPO (arXiv 2602.17616) on Megatron's schedule. Reads like the method.
+"""One optimizer step of VCPO (arXiv 2602.17616), or of a comparator, on Megatron's schedule. Reads like the method.
 
     l_i   = sum_t log pi_theta - log mu                     the forward that is differentiated gives it
     w_i   = min(exp(l_i), c)
     b_g   = sum_i p_i R_i,  p = softmax(2 log u_i + 2 log |g_i|)
-    G     = sum_g sum_i (R_i - b_g)/std_g  w_i g_i + a g_i   one backward pass, unweighted activations' gradients
+    G     = sum_g sum_i (R_i - b_g)/std_g  w_i g_i + a g_i
     ratio = ESS / N of exp(l_i)
     lr    = lr * min(1, ratio / base)^p                     the same on every rank
 
 A loss is minimised, so what flows backward is -g_i; everything is linear in it and norms do not care.
+How b_g meets the gradient is the mode's business:
+
+    plain       no norms: coefficients are known in the forward and multiply the loss
+    accumulate, deferred    one backward of unweighted g_i; coefficients enter at the weight gradients
+    two_pass    one backward for norms, then plain with the baselines found
+    proxy       plain, with norms estimated from logits in the forward: not exact
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
-from ..algorithm import baselines, importance
-from ..algorithm.ess import ess_ratio, step_scale
-from ..config.models import AlgorithmConfig, RunConfig
+from ..algorithm import importance
+from ..config.models import RunConfig
 from ..types import Batch, PolicyVersion, StepResult
 from . import platform
 from .log_ratios import LogRatioExchange
-from .logprobs import token_logprobs
-from .opob_sums import OpobSums
-from .packing import Pack
+from .logprobs import squared_score_norms, token_logprobs
+from .objective import Objective
+from .opob_sums import Bucket, DeferredGradients, GroupNorms, OpobSums
+from .packing import Pack, batch_rows
 from .parallel import Parallel, agree_sum
-from .results import RowFacts, RowTable, step_metrics, trajectory_results
+from .regularizers import ReferenceWeights, regularizer
+from .results import RowTable, step_metrics, trajectory_results
 from .schedule import ForwardStep, Loss, as_loss, forward_tokens, run_schedule
-from .score_gradients import PackScores, ScoreSwitch, attach
-from .score_state import Coefficients
+from .score_gradients import attach
+from .score_state import Coefficients, PackScores, ScoreSwitch
 from .step_plan import StepPlan
+from .step_size import EssState, batch_ess_ratio
 from .training import Trainable
 
-#: Steps, all on-policy, whose median ESS ratio is the base when ``base_ess_ratio`` is "auto".
-AUTO_BASE_STEPS = 5
-
-@dataclass
-class EssState:
-    """What the step size and the anchor remember between steps; part of a checkpoint.
-
-    first_ratios  ESS ratios of the first steps taken, all on-policy, while ``base_ess_ratio`` is "auto"
-    """
-
-    previous_ratio: float = 1.0
-    first_ratios: list[float] = field(default_factory=list)
-
-    def base(self, configured: float | str) -> float | None:
-        """base_ess_ratio: the configured number, or the median of the first steps; None until it is known."""
-        if not isinstance(configured, str):
-            return configured
-        return statistics.median(self.first_ratios) if len(self.first_ratios) == AUTO_BASE_STEPS else None
-
-    def record(self, ratio: float) -> None:
-        """A step was taken with this ratio."""
-        self.previous_ratio = ratio
-        if len(self.first_ratios) < AUTO_BASE_STEPS:
-            self.first_ratios.append(ratio)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Forward = Callable[[Pack, torch.nn.Module], ForwardStep]
 
 
 class VcpoStep:
-    """The learner's step. Built once; ``run`` is called by all ranks with the same batch."""
+    """The learner's step. Built once, before a checkpoint is loaded; ``run`` is called by all ranks with one batch."""
 
     def __init__(self, config: RunConfig, parallel: Parallel, trainable: Trainable) -> None:
         self.config = config
@@ -74,26 +58,38 @@ class VcpoStep:
         self.trainable = trainable
         self.ess_state = EssState()
         self._device = platform.device()
-        self._exact_norms = config.algorithm.baseline == "opob"
+        algorithm = config.algorithm
+        self._mode = algorithm.opob_mode if algorithm.row.needs_norms else "plain"
         self._switch = ScoreSwitch()
-        self._sums: OpobSums | None = None
-        if self._exact_norms:
-            parameters: dict[str, torch.nn.Parameter] = {}
-            for number, chunk in enumerate(trainable.chunks):
-                parameters |= attach(
-                    chunk, self._switch, parallel, prefix=f"{number}.", tied=trainable.shape.tie_word_embeddings
-                )
-            self._sums = OpobSums(
-                parameters, len(trainable.chunks), parallel, self._correction, config.algorithm.opob_accumulators
-            )
-        self._messages = LogRatioExchange(parallel, self._device)
+        self._groups = self._attach() if self._mode in ("accumulate", "deferred", "two_pass") else None
+        self._reference = ReferenceWeights(trainable.chunks) if algorithm.kl_reference == "initial" else None
+        if self._reference is not None and parallel.rank == 0:
+            print(f"kl_reference: {self._reference.bytes:,} bytes of host memory on rank 0", flush=True)
+        self._objective: Objective  # of the batch at hand
         self._table = RowTable(0)
-        self._plan = StepPlan(RowFacts.of([], [], [], torch.zeros(0, dtype=torch.float64)), (), (), (), ())
+        self._reference_logprobs: dict[int, torch.Tensor] = {}
+        self._proxy = torch.zeros(0, dtype=torch.float64)
+        self._token_ratios: dict[int, torch.Tensor] = {}
+        self._messages = LogRatioExchange(parallel, self._device)
+
+    def _attach(self) -> GroupNorms:
+        algorithm, parallel, chunks = self.config.algorithm, self.parallel, self.trainable.chunks
+        tied = self.trainable.shape.tie_word_embeddings
+        parameters: dict[str, torch.nn.Parameter] = {}
+        for number, chunk in enumerate(chunks):
+            parameters |= attach(chunk, self._switch, parallel, prefix=f"{number}.", tied=tied)
+        common = (parameters, len(chunks), parallel)
+        if self._mode == "accumulate":
+            dtype = _DTYPES[algorithm.opob_accumulator_dtype]
+            return OpobSums(*common, self._correction, algorithm.opob_accumulators, dtype)
+        if self._mode == "deferred":
+            return DeferredGradients(*common, self._final, algorithm.opob_accumulators)
+        return GroupNorms(*common, self._found)
 
     @property
     def accumulators(self) -> int:
         """Gradient-sized accumulators that this rank holds for the baseline."""
-        return 0 if self._sums is None else self._sums.accumulators
+        return 0 if self._groups is None else self._groups.accumulators
 
     # --- the method ---------------------------------------------------------------------------
 
@@ -104,177 +100,274 @@ class VcpoStep:
         and schedule unchanged and says so.
         """
         started = time.perf_counter()
-        self._plan = plan = StepPlan.of(batch, self.config, self.parallel, self._device)
-        self._table = RowTable(len(plan.facts.rewards))
+        plan = self._plan(batch)
         self.trainable.zero_gradients()
-        self._forward_only(plan.silent)  # groups of one reward have no gradient, but ESS needs their l_i
-        self._forward_and_backward(plan.speaking)  # l_i -> w_i -> r_i, q_i; |g_i|; b_g
+        self._gradient(plan.silent, plan.speaking)  # l_i -> w_i; |g_i| -> b_g; G
         seconds = time.perf_counter() - started
         finalize_model_grads(list(self.trainable.wrapped))
-        table = self._agree([*plan.silent, *plan.speaking])
-        ratio = self._ess_ratio(table.log_ratio, self.config.algorithm.ess_weights)
-        scale = self._step_scale(ratio)
+        table, algorithm = self._agree([*plan.silent, *plan.speaking]), self.config.algorithm
+        ratio = batch_ess_ratio(table.log_ratio, algorithm.ess_weights, algorithm.is_threshold)
+        scale = self.ess_state.scale(ratio, algorithm)
         skipped = "" if math.isfinite(ratio) and table.finite else "non-finite step"
         learning_rate, total_norm = math.nan, math.nan
         if not skipped:
             learning_rate = self._agreed(self.trainable.scheduled_learning_rate() * scale)
             total_norm = self.trainable.optimizer_step(learning_rate)
             self.ess_state.record(ratio)
-        facts, weights = plan.facts, gradient_weights(table.log_ratio, self.config.algorithm)
+        facts, weights = self._objective.facts, self._objective.sequence_weights(table.log_ratio)
         metrics = step_metrics(
-            table, facts, weights, ess_ratio=ratio, ess_ratio_truncated=self._ess_ratio(table.log_ratio, "truncated"),
+            table, facts, weights, ess_ratio=ratio,
+            ess_ratio_truncated=batch_ess_ratio(table.log_ratio, "truncated", algorithm.is_threshold),
             ess_scale=scale, learning_rate=learning_rate, total_norm=total_norm, skipped=bool(skipped),
             seconds=seconds,
         )  # fmt: skip
         return StepResult(batch.step, version, skipped, metrics, trajectory_results(table, facts, weights, batch))
 
-    def _ess_ratio(self, log_ratio: torch.Tensor, weights: str) -> float:
-        if weights == "truncated":
-            log_ratio = importance.truncated_log_weights(log_ratio, self.config.algorithm.is_threshold)
-        return ess_ratio(log_ratio)
-
-    def _step_scale(self, ratio: float) -> float:
-        algorithm = self.config.algorithm
-        base = self.ess_state.base(algorithm.base_ess_ratio)
-        return step_scale(ratio, base, algorithm.ess_rule) if algorithm.ess_scaling and base is not None else 1.0
-
-    def _coefficients(self, group: int, index: Sequence[int], log_ratio: torch.Tensor) -> Coefficients:
-        """r_i and q_i of rows ``index`` of a group from their l_i [n]; on every stage alike."""
-        algorithm = self.config.algorithm
-        rewards = self._plan.facts.rewards[list(index)]
-        weight = gradient_weights(log_ratio, algorithm)
-        anchor = algorithm.behavior_anchor * (1.0 - self.ess_state.previous_ratio)
-        centred = (rewards - self._plan.centres[group]) * self._plan.scales[group].inverse_std
-        return Coefficients(weight * centred + anchor, weight)
-
-    def _correction(self, group: int, rows: Sequence[int], norms: torch.Tensor) -> float:
-        """b_g of a group whose |g_i| are known; the factor of S_g in what is minimised."""
-        algorithm = self.config.algorithm
-        index = list(rows)
-        log_ratio = self._table.log_ratio[index]
-        if algorithm.is_level != "sequence":
-            log_u = torch.zeros_like(log_ratio)  # token weights are inside |s_i| already
-        elif algorithm.opob_weights == "truncated":
-            log_u = importance.truncated_log_weights(log_ratio, algorithm.is_threshold)
+    def _gradient(self, silent: Sequence[Pack], packs: Sequence[Pack]) -> None:
+        """The gradient of the whole batch; groups of one reward (``silent``) have none, but ESS needs their l_i."""
+        everything, regularized = [*silent, *packs], self.config.algorithm.regularized
+        self._score_by_reference(everything)
+        if self._objective.row.statistic:
+            self._find_statistic(everything)
         else:
-            log_u = log_ratio
-        baseline = baselines.opob(log_u, norms.cpu().log(), self._plan.facts.rewards[index])
-        self._table.record_baseline(index, norms.cpu(), baseline.value, baseline.fell_back)
-        scale = self._plan.scales[group]
-        # the accumulated sums hold -s_i (a loss is minimised): adding -(b - m)/std of them takes (b - m)/std s_i off G
-        return -(baseline.value - scale.mean) * scale.inverse_std
-
-    # --- forward and backward -------------------------------------------------------------------
-
-    def _forward_only(self, packs: Sequence[Pack]) -> None:
-        self._schedule(packs, forward_only=True)
-
-    def _forward_and_backward(self, packs: Sequence[Pack]) -> None:
-        if self._sums is not None:
-            self._sums.start_step(packs)
-        with self.trainable.no_sync():
-            self._schedule(packs, forward_only=False)
+            self._schedule(silent, self._forward_scoring, forward_only=True)
+        if self._mode == "proxy":
+            self._schedule(self._cut_groups(packs), self._forward_scoring, forward_only=True)
         buckets = self.trainable.overlapped_buckets()
-        if self._sums is not None:
-            self._sums.finish_step(buckets)
-        else:
-            for bucket in buckets:
-                bucket.start_grad_sync()
+        if self._mode in ("accumulate", "deferred"):
+            if regularized:
+                self._schedule(everything, self._forward_regularizer)
+            return self._exact_backward(packs, buckets)
+        if self._mode == "two_pass":
+            self._exact_backward(packs, [])
+        self._schedule(everything if regularized else packs, self._forward_plain)
+        for bucket in buckets:
+            bucket.start_grad_sync()
+
+    def _correction(self, group: int, rows: Sequence[int], norms: torch.Tensor) -> torch.Tensor:
+        """accumulate: the factor of S_g in what is minimised.
+
+        The sums hold -s_i (a loss is minimised): adding -(b - m)/std of them takes (b - m)/std s_i off G.
+        """
+        self._found(group, rows, norms)
+        scale = self._objective.scales[group]
+        return -(self._objective.baselines[rows[0]] - scale.mean) * scale.inverse_std
+
+    def _final(self, group: int, rows: Sequence[int], norms: torch.Tensor) -> torch.Tensor:
+        """deferred: the final coefficients of the rows."""
+        self._found(group, rows, norms)
+        return self._objective.trajectory_coefficients(rows, self._table.log_ratio[list(rows)])
+
+    def _found(self, group: int, rows: Sequence[int], norms: torch.Tensor) -> torch.Tensor:
+        """The baselines of a group whose exact |g_i| are known."""
+        self._table.record_norms(rows, norms.cpu())
+        self._record_baselines(rows, norms.cpu())
+        return norms
+
+    def _record_baselines(self, rows: Sequence[int], norms: torch.Tensor) -> None:
+        index = list(rows)
+        fallbacks = self._objective.find_baselines(index, self._table.log_ratio[index], norms)
+        self._table.record_baselines(index, self._objective.baselines[index], fallbacks > 0)
+
+    # --- plan ---------------------------------------------------------------------------------
+
+    def _plan(self, batch: Batch) -> StepPlan:
+        groups, config = batch_rows(batch), self.config
+        self._objective = Objective(
+            config.algorithm, groups, config.rollout.max_new_tokens, self.ess_state.previous_ratio
+        )
+        self._table = RowTable(len(self._objective.facts.rewards))
+        self._proxy = torch.full((len(self._objective.facts.rewards),), math.nan, dtype=torch.float64)
+        return StepPlan.of(groups, self._objective.scales, config, self.parallel, self._device)
+
+    def _group_size(self, pack: Pack) -> int:
+        return self._objective.facts.group_sizes[pack.group]
+
+    def _cut_groups(self, packs: Sequence[Pack]) -> list[Pack]:
+        """Packs that do not hold a whole group: its norms are not known inside one forward."""
+        return [pack for pack in packs if len(pack.rows) < self._group_size(pack)]
+
+    # --- passes over packs ----------------------------------------------------------------------
+
+    def _schedule(self, packs: Sequence[Pack], forward: Forward, *, forward_only: bool = False) -> None:
+        length = packs[0].length if packs else 0
+        with self.trainable.no_sync():
+            run_schedule(self.trainable.wrapped, packs, forward, tokens=length, forward_only=forward_only)
+
+    def _exact_backward(self, packs: Sequence[Pack], buckets: Sequence[Bucket]) -> None:
+        assert self._groups is not None
+        self._groups.start_step(packs)
+        self._schedule(packs, self._forward_exact)
+        self._groups.finish_step(buckets)
         self._messages.finish_step()
 
-    def _schedule(self, packs: Sequence[Pack], *, forward_only: bool) -> None:
-        forward = self._forward_without_gradient if forward_only else self._forward_with_gradient
-        length = packs[0].length if packs else 0
-        run_schedule(self.trainable.wrapped, packs, forward, tokens=length, forward_only=forward_only)
+    def _score_by_reference(self, packs: Sequence[Pack]) -> None:
+        """log-probs of the reference policy, by one forward with its weights in place of the model's."""
+        self._reference_logprobs.clear()
+        if self._reference is not None:
+            with self._reference.swapped():
+                self._schedule(packs, self._forward_reference, forward_only=True)
 
-    def _log_probs(self, pack: Pack, logits: torch.Tensor) -> torch.Tensor:
-        """log pi of the pack's labels [T], at the sampling temperature; fills the pack's rows of the table."""
-        logprobs, entropy = token_logprobs(
-            logits.squeeze(0), pack.labels, self.config.rollout.temperature, self.trainable.shape.vocab_size,
-            self.parallel.tensor_group,
-        )  # fmt: skip
-        n, policy = len(pack.rows), logprobs.detach()
-        log_ratio = importance.log_ratios(policy, pack.behavior_logprobs, pack.mask, pack.segments, n)
-        weighted = importance.segment_sum(self._token_weights(pack, policy) * policy, pack.mask, pack.segments, n)
-        entropies = importance.segment_sum(entropy, pack.mask, pack.segments, n)
-        sums = self._messages.sum_over_context(torch.stack([log_ratio, weighted, entropies]))
-        self._table.record_forward([row.index for row in pack.rows], *sums.cpu())
-        return logprobs
+    def _find_statistic(self, packs: Sequence[Pack]) -> None:
+        """A forward of the whole batch for the one number that the method's row asks for, the same on all ranks."""
+        self._token_ratios.clear()
+        self._schedule(packs, self._forward_scoring, forward_only=True)
+        ratios = torch.zeros(int(self._objective.facts.sampled_tokens.sum()), dtype=torch.float64)
+        if self.parallel.speaks_for_trajectories:
+            starts = self._objective.facts.sampled_tokens.cumsum(0) - self._objective.facts.sampled_tokens
+            for row, values in self._token_ratios.items():
+                ratios[int(starts[row]) : int(starts[row]) + len(values)] = values
+        self._objective.set_statistic(agree_sum(ratios, self.parallel))
 
-    def _token_weights(self, pack: Pack, logprobs: torch.Tensor) -> torch.Tensor:
-        """Truncated token weights where ``is_level`` is token, else ones; [T], masked positions hold 1."""
-        if self.config.algorithm.is_level != "token":
-            return torch.ones_like(logprobs)
-        ratios = importance.token_log_ratios(logprobs, pack.behavior_logprobs, pack.mask)
-        return importance.truncated_weights(ratios, self.config.algorithm.is_threshold).to(logprobs.dtype)
+    def _output(self, pack: Pack, model: torch.nn.Module) -> torch.Tensor:
+        return forward_tokens(model, pack.tokens, pack.positions, pack.layout)
 
-    def _forward_without_gradient(self, pack: Pack, chunk: torch.nn.Module) -> ForwardStep:
+    def _forward_scoring(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
         def loss(logits: torch.Tensor) -> Loss:
             self._log_probs(pack, logits)
             return as_loss(logits.new_zeros(()))
 
-        return forward_tokens(chunk, pack.tokens, pack.positions, pack.layout), loss
+        return self._output(pack, model), loss
 
-    def _forward_with_gradient(self, pack: Pack, chunk: torch.nn.Module) -> ForwardStep:
-        scores = PackScores(pack, self.parallel) if self._exact_norms else None
+    def _forward_reference(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
+        def loss(logits: torch.Tensor) -> Loss:
+            self._reference_logprobs[id(pack)] = self._score(pack, logits)[0].detach()
+            return as_loss(logits.new_zeros(()))
+
+        return self._output(pack, model), loss
+
+    def _forward_plain(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
+        """Differentiated: -sum_i c_i sum_t v_t log pi_t with all of the coefficient in v, and the regularizers."""
+
+        def loss(logits: torch.Tensor) -> Loss:
+            logprobs, entropy = self._log_probs(pack, logits)
+            log_ratio = self._table.log_ratio[[row.index for row in pack.rows]]
+            v = self._objective.token_coefficients(pack, logprobs.detach(), log_ratio)
+            return as_loss(self._normalized(pack, -v * logprobs + self._regularizer(pack, logprobs, entropy)))
+
+        return self._output(pack, model), loss
+
+    def _forward_regularizer(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
+        def loss(logits: torch.Tensor) -> Loss:
+            logprobs, entropy = self._score(pack, logits)
+            return as_loss(self._normalized(pack, self._regularizer(pack, logprobs, entropy)))
+
+        return self._output(pack, model), loss
+
+    def _forward_exact(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
+        """Differentiated: -sum_i c_i sum_t v_t log pi_t, v_t the token weight or 1.
+
+        Nothing else is in it: w, R and std enter at the weight gradients, where norms do not see them.
+        """
+        scores = PackScores(pack, self.parallel)
         self._switch.current = scores
-        output = forward_tokens(chunk, pack.tokens, pack.positions, pack.layout)
+        output = self._output(pack, model)
         self._switch.current = None
-        is_last_chunk = chunk is self.trainable.wrapped[-1]
-        if is_last_chunk and self.parallel.is_last_stage:
-            return output, lambda logits: self._loss(pack, scores, logits)
-        if scores is not None:
+        is_last_chunk = model is self.trainable.wrapped[-1]
+        if not (is_last_chunk and self.parallel.is_last_stage):
             # the last chunk is the first whose backward needs l_i; the others find them in the table
             arriving = self._messages.receive(pack) if is_last_chunk and pack.step_rows else None
             self._watch_backward(output, scores, arriving)
-        return output, None
+            return output, None
 
-    def _loss(self, pack: Pack, scores: PackScores | None, logits: torch.Tensor) -> Loss:
-        """What is differentiated: -sum_i c_i sum_t v_t log pi_t, v_t the token weight or 1.
-
-        With exact norms nothing else is in it: w, R and std enter at the weight gradients. Without, the
-        whole coefficient is known here and multiplies the trajectory.
-        """
-        logprobs = self._log_probs(pack, logits)
-        index = [row.index for row in pack.rows]
-        log_ratio = self._table.log_ratio[index]
-        per_trajectory = self._plan.facts.token_coefficients[index]
-        if scores is None:
-            per_trajectory = per_trajectory * self._coefficients(pack.group, index, log_ratio).gradient
-        of_segment = torch.nn.functional.pad(per_trajectory, (0, 1))  # padding has none
-        per_token = of_segment.to(logprobs)[pack.segments] * self._token_weights(pack, logprobs.detach())
-        loss = -torch.where(pack.mask, logprobs * per_token, 0.0).sum()
-        if scores is not None:
-            log_ratio = self._messages.of_step(pack, log_ratio)
+        def loss(logits: torch.Tensor) -> Loss:
+            logprobs, _ = self._log_probs(pack, logits)
+            value = self._normalized(pack, -self._objective.token_weights(pack, logprobs.detach()) * logprobs)
+            log_ratio = self._messages.of_step(pack, self._table.log_ratio[[row.index for row in pack.rows]])
             self._table.log_ratio[pack.step_index] = log_ratio
             if pack.step_rows:
                 self._messages.send(log_ratio)
-            self._watch_backward(loss, scores, None)
-        return as_loss(loss)
+            self._watch_backward(value, scores, None)
+            return as_loss(value)
+
+        return output, loss
+
+    # --- one pack on the last stage ---------------------------------------------------------------
+
+    def _score(self, pack: Pack, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """log pi of the pack's labels and entropy, [T] each, at the sampling temperature."""
+        temperature, size = self.config.rollout.temperature, self.trainable.shape.vocab_size
+        return token_logprobs(logits.squeeze(0), pack.labels, temperature, size, self.parallel.tensor_group)
+
+    def _log_probs(self, pack: Pack, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``_score``, with the pack's rows of the table filled."""
+        logprobs, entropy = self._score(pack, logits)
+        objective, policy = self._objective, logprobs.detach()
+        n, index = len(pack.rows), [row.index for row in pack.rows]
+
+        def sums(values: torch.Tensor) -> torch.Tensor:
+            return self._sums(pack, values)
+
+        ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
+        self._table.record_forward(index, sums(ratios), torch.zeros(n), sums(entropy.detach()))
+        if self._mode == "proxy":
+            self._record_proxy(pack, logits, policy)
+        if objective.needs_statistic:
+            for i, row in enumerate(index):
+                self._token_ratios[row] = ratios[pack.mask & (pack.segments == i)].cpu()
+        else:
+            self._table.logprob_sum[index] = sums(objective.reported(pack, policy) * policy)
+        return logprobs, entropy
+
+    def _sums(self, pack: Pack, per_token: torch.Tensor) -> torch.Tensor:
+        """Sums over the sampled tokens of each trajectory, on whichever rank they are: float64 [n], on the CPU."""
+        own = importance.segment_sum(per_token, pack.mask, pack.segments, len(pack.rows))
+        return self._messages.sum_over_context(own).cpu()
+
+    def _normalized(self, pack: Pack, per_token: torch.Tensor) -> torch.Tensor:
+        """sum_i c_i sum_t per_token over sampled tokens."""
+        index = [row.index for row in pack.rows]
+        coefficients = torch.nn.functional.pad(self._objective.facts.token_coefficients[index], (0, 1))
+        return torch.where(pack.mask, per_token * coefficients.to(per_token)[pack.segments], 0.0).sum()
+
+    def _regularizer(self, pack: Pack, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        algorithm = self.config.algorithm
+        if not algorithm.regularized:
+            return torch.zeros_like(logprobs)
+        reference = self._reference_logprobs.get(id(pack))
+        term, kl = regularizer(algorithm.kl_coef, algorithm.entropy_coef, logprobs, entropy, reference)
+        index = [row.index for row in pack.rows]
+        self._table.record_kl(index, self._sums(pack, kl))
+        return term
+
+    def _record_proxy(self, pack: Pack, logits: torch.Tensor, policy: torch.Tensor) -> None:
+        """Estimate |g_i| as c_i sqrt(sum_t v_t^2 |d log pi_t / d logits|^2); the baseline once a group is complete."""
+        temperature, size = self.config.rollout.temperature, self.trainable.shape.vocab_size
+        squared = squared_score_norms(
+            logits.squeeze(0), pack.labels, temperature, size, self.parallel.tensor_group
+        )
+        weighted = self._objective.token_weights(pack, policy).square() * squared
+        index = [row.index for row in pack.rows]
+        self._proxy[index] = self._sums(pack, weighted).sqrt() * self._objective.facts.token_coefficients[index]
+        rows = self._objective.facts.rows_of(pack.group)
+        if self._objective.scales[pack.group].has_variance and not bool(self._proxy[rows].isnan().any()):
+            self._record_baselines(rows, self._proxy[rows])
+
+    # --- the backward of one pack ---------------------------------------------------------------
 
     def _watch_backward(
         self, output: torch.Tensor, scores: PackScores, arriving: tuple[dist.Work | None, torch.Tensor] | None
     ) -> None:
         """When the backward of this pack through a chunk starts, set its coefficients; see its end, too."""
-        assert self._sums is not None
-        sums, pack = self._sums, scores.pack
+        assert self._groups is not None
+        groups, index = self._groups, scores.pack.step_index
 
         def start(_: torch.Tensor) -> None:
             if arriving is not None:
-                work, log_ratio = arriving
+                work, message = arriving
                 assert work is not None
                 work.wait()
-                self._table.log_ratio[pack.step_index] = log_ratio.cpu()
-            scores.coefficients = self._coefficients(
-                pack.group, pack.step_index, self._table.log_ratio[pack.step_index]
-            )
-            sums.begin(scores)
+                self._table.log_ratio[index] = message.cpu()
+            log_ratio = self._table.log_ratio[index]
+            r = self._objective.trajectory_coefficients(index, log_ratio)
+            scores.coefficients = Coefficients(r, self._objective.sequence_weights(log_ratio))
+            groups.begin(scores)
             self._switch.current = scores  # for what is computed once more
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
         def end() -> None:
             self._switch.current = None
-            sums.end(scores)
+            groups.end(scores)
             for work, message in scores.sends:
                 self._messages.keep(work, message)
 
@@ -288,10 +381,11 @@ class VcpoStep:
         The same reduction says whether any rank holds a non-finite gradient.
         """
         speaks = self.parallel.speaks_for_trajectories
-        owned = self._table if speaks else RowTable(len(self._plan.facts.rewards))
+        owned = self._table if speaks else RowTable(len(self._objective.facts.rewards))
         owned.record_rank(
             gradients_are_finite=self.trainable.gradients_are_finite(),
             padded_tokens=sum(pack.padded for pack in packs) if speaks else 0,
+            accumulator_error=(0.0, 0.0) if self._groups is None else self._groups.accumulator_error,
         )
         return RowTable.from_sum(agree_sum(owned.packed(), self.parallel))
 
@@ -302,10 +396,3 @@ class VcpoStep:
         if pair[0] != learning_rate or pair[1] != -learning_rate:
             raise RuntimeError(f"learning rates differ between ranks: {-pair[1].item()} to {pair[0].item()}")
         return learning_rate
-
-
-def gradient_weights(log_ratio: torch.Tensor, algorithm: AlgorithmConfig) -> torch.Tensor:
-    """w_i, the weight of trajectory i's gradient; 1 where weights are by token or none are used."""
-    if algorithm.is_level == "sequence":
-        return importance.truncated_weights(log_ratio, algorithm.is_threshold)
-    return torch.ones_like(log_ratio)

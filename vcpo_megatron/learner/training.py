@@ -88,7 +88,7 @@ def _optimizer_config(config: RunConfig) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         lr=chosen.lr,
-        min_lr=0.0,
+        min_lr=chosen.min_lr,
         weight_decay=chosen.weight_decay,
         adam_beta1=chosen.betas[0],
         adam_beta2=chosen.betas[1],
@@ -106,14 +106,16 @@ def _schedule(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParam
         optimizer,
         init_lr=0.0 if chosen.warmup_steps else chosen.lr,
         max_lr=chosen.lr,
-        min_lr=0.0,
+        min_lr=chosen.min_lr,
         lr_warmup_steps=chosen.warmup_steps,
         lr_decay_steps=config.train.steps + 1,
-        lr_decay_style=chosen.schedule,
+        lr_decay_style={"wsd": "WSD"}.get(chosen.schedule, chosen.schedule),
         start_wd=chosen.weight_decay,
         end_wd=chosen.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        wsd_decay_steps=chosen.decay_steps,
+        lr_wsd_decay_style="linear",
     )
     schedule.num_steps = 1  # counts the step about to be taken, so that a warm-up does not waste one at rate 0
     return schedule

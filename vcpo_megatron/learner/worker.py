@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..config.models import RunConfig
-from ..config.process import ProcessContext
+from ..config.process import ENDED_BY_ORCHESTRATOR, ProcessContext
 from ..transport.control import (
     BatchReady,
     Checkpoint,
@@ -64,7 +64,9 @@ class Worker:
         self._version = PolicyVersion(context.attempt, context.resume_step or 0)
         self._say(Hello(context.token, self._version, self._parallel.world_size))
         self._now("builds the model")
-        trainable = build_trainable(config, self._parallel, load=context.resume_step is None)
+        # a resumed run reads the initial weights only where they are the reference of the KL term
+        initial = context.resume_step is None or config.algorithm.kl_reference == "initial"
+        trainable = build_trainable(config, self._parallel, load=initial)
         self._trainable = trainable
         self._step = VcpoStep(config, self._parallel, trainable)
         self._checkpoints = Checkpoints(config, context.directory, self._parallel, trainable)
@@ -100,8 +102,8 @@ class Worker:
                     return
                 case Heartbeat():
                     pass
-                case Error(sender, message):
-                    raise ControlError(f"{sender} ended the run: {message}")
+                case Error(_, message):
+                    raise ControlError(f"{ENDED_BY_ORCHESTRATOR}{message}")
                 case other:
                     raise ControlError(f"the learner cannot serve {type(other).__name__}")
 

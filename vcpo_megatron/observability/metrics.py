@@ -81,8 +81,12 @@ METRICS: Mapping[str, Metric] = {
     "grad_norm/trajectory_mean": Metric("norm of a trajectory's unweighted score gradient |g_i|", reducer="mean"),
     "grad_norm/trajectory_max": Metric("largest |g_i|", reducer="max"),
     "baseline/fallbacks": Metric("groups whose OPOB baseline had no finite term: group mean used", "groups", "sum"),
+    "baseline/accumulator_error": Metric(
+        "relative error of bf16 accumulators against fp32 on one row a parameter; 0 in fp32", reducer="max"
+    ),
     "groups/zero_variance": Metric("groups of equal rewards: no backward", "groups", "sum"),
     "kl/behavior": Metric("mean over trained tokens of log mu - log pi, estimate of KL(mu, pi)", "nats", "mean"),
+    "kl/reference": Metric("mean over trained tokens of the estimate of KL(pi, reference)", "nats", "mean"),
     "entropy": Metric("entropy of the policy, mean over trained tokens", "nats", "mean"),
     "staleness/mean": Metric("learner version at use - oldest version that sampled a token", "versions", "mean"),
     "staleness/p95": Metric("95th percentile of the staleness, nearest rank", "versions", "p95"),

@@ -27,7 +27,7 @@ class Progress:
 
     def __init__(self, steps: int, *, first_step: int = 0, stream: TextIO | None = None) -> None:
         """``steps``: number of steps of the run. Rows before ``first_step`` (of earlier attempts) only give values."""
-        self._steps, self._first_step = steps, first_step
+        self._steps, self.first_step = steps, first_step
         self._stream = stream or sys.stdout
         self._console = Console(file=self._stream)
         self._live: Live | None = None
@@ -37,7 +37,7 @@ class Progress:
 
     def show(self, row: Mapping[str, Any]) -> None:
         self._values.update({name: value for name, value in row.items() if _is_finite(value)})
-        if row["step"] < self._first_step:
+        if row["step"] < self.first_step:
             return
         seconds = row.get("time/step")
         if _is_finite(seconds):

@@ -9,6 +9,7 @@ Neither torch nor tensorflow is imported: ``tensorboard.summary.writer`` writes 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -40,10 +41,19 @@ def _plain(value: Any) -> Any:
 
 
 class JsonlSink:
-    """Appends rows to ``path``, each one flushed as a whole line before ``write`` returns."""
+    """Appends rows to ``path``, each one flushed as a whole line before ``write`` returns.
+
+    A row of a step that is there already takes the place of that row and of those after it.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
+        self._path = path
+        self._open()
+        rows = read_rows(path)
+        self._last = int(rows[-1]["step"]) if rows and "step" in rows[-1] else -1
+
+    def _open(self) -> None:
+        self._file = open(self._path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
         _drop_torn_line(self._file)
 
     def write(self, row: Row) -> None:
@@ -51,7 +61,20 @@ class JsonlSink:
         if "step" not in row:
             raise ValueError(f"a row of metrics needs 'step'; this one has only {', '.join(row) or 'nothing'}")
         line = json.dumps({name: _plain(value) for name, value in row.items()}, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
+        if row["step"] <= self._last:
+            self._file.close()
+            cut_back(self._path, row["step"])
+            self._open()
+        self._append(line.encode() + b"\n")
+        self._last = row["step"]
+
+    def _append(self, line: bytes) -> None:
+        """OSError, which names the file, when the disk does not take the whole line."""
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         self._file.close()

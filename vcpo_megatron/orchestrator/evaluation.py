@@ -35,7 +35,10 @@ def evaluating_servers(servers: Sequence[Server]) -> tuple[Server, ...]:
 
 def mean_reward(rewards: Sequence[float], failures: Sequence[str], version: int) -> dict[str, float]:
     """``eval/accuracy`` over the samples that ended; failed ones are left out and said; nan when none ended."""
-    if failures:
+    if failures and not rewards:
+        print(f"vcpo: warning: evaluation of version {version}: all {len(failures)} samples failed, there is no "
+              f"accuracy; first: {failures[0]}", flush=True)  # fmt: skip
+    elif failures:
         print(f"evaluation of version {version}: {len(failures)} of {len(failures) + len(rewards)} samples failed, "
               f"first: {failures[0]}", flush=True)  # fmt: skip
     return {"eval/accuracy": math.fsum(rewards) / len(rewards) if rewards else math.nan}
@@ -62,30 +65,35 @@ class Evaluation:
         self._sync = sync
         self._rules = rules
         self._log = log
-        self._pending = list(versions)
+        self._versions = versions
+        self._next = 0  # index of the first that is not done
         self._at = ""
 
     async def run(self) -> None:
         """Evaluate every version when it is loaded; returns after the last."""
-        while self._pending:
-            version = self._pending[0]
+        while (version := self._first_pending()) is not None:
             self._at = f"evaluation waits for version {version}"
             await self._sync.pinned_loaded(version)
             result = await self._evaluate(version)
             self._log.evaluated(version, result)
-            print(f"version {version}: held-out accuracy {result['eval/accuracy']:.4f}", flush=True)
-            self._pending.pop(0)
+            if math.isfinite(result["eval/accuracy"]):
+                print(f"version {version}: held-out accuracy {result['eval/accuracy']:.4f}", flush=True)
+            self._next += 1
             self._sync.unpin()
         self._at = "no evaluation is due any more"
 
     def may_train(self, version: int) -> bool:
         """Whether the step that makes ``version`` + 1 may be taken: an evaluation due at that version must not come
         while an earlier one is still pinned."""
-        return version + 1 not in self._pending or self.is_settled(before=version + 1)
+        return version + 1 not in self._versions or self.is_settled(before=version + 1)
 
     def is_settled(self, before: int) -> bool:
         """Whether every evaluation of a version below ``before`` is done."""
-        return not self._pending or self._pending[0] >= before
+        first = self._first_pending()
+        return first is None or first >= before
+
+    def _first_pending(self) -> int | None:
+        return self._versions[self._next] if self._next < len(self._versions) else None
 
     async def _evaluate(self, version: int) -> dict[str, float]:
         heldout = self._environment.heldout()
@@ -106,6 +114,8 @@ class Evaluation:
                         seed_for_turn=lambda turn: None,
                     )  # fmt: skip
                 rewards[index] = trajectory.reward
+            except TimeoutError:
+                failures.append(f"no answer within {self._timeout_s:g} s (staleness.wait_s)")
             except Exception as error:  # fault boundary: one held-out sample fails, it is counted and said
                 failures.append(one_line(error))
             finally:

@@ -205,7 +205,7 @@ class ExactRun:
         self._recorder, self._trainer, self._cursor = recorder, trainer, cursor
         self._steps, self._lag = steps, lag
         self._groups_per_step, self._group_size = groups_per_step, group_size
-        self._evaluate = set(evaluate)
+        self._evaluate = evaluate
         self._stop = stop
         self._known = {plan.cursors[group.group_id]: group for group in plan.buffer}
         self._batches: dict[int, Batch] = {}

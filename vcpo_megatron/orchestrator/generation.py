@@ -12,6 +12,8 @@ goes on, unless nothing but failures comes: then the commonest reason ends it.
 from __future__ import annotations
 
 import asyncio
+import bisect
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -67,26 +69,35 @@ def one_line(error: BaseException) -> str:
     return (text or type(error).__name__)[:300]
 
 
+def kind_of(message: str) -> str:
+    """``message`` without what differs from one failure of a kind to the next: its numbers."""
+    return re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", message)
+
+
 class FailureCounter:
     """Ends the run when ``limit`` groups fail in a row, without one complete group between them.
 
-    Failures may be quick and successes slow: the limit is several times the number of groups in flight.
+    Failures may be quick and successes slow: the limit is above the number of groups in flight.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._in_a_row: Counter[str] = Counter()
+        self._latest: dict[str, str] = {}  # message by kind
 
     def success(self) -> None:
         self._in_a_row.clear()
+        self._latest.clear()
 
     def failure(self, error: BaseException) -> None:
         """RunError with the commonest kind of the failures when there are too many in a row."""
-        self._in_a_row[one_line(error)] += 1
+        message = one_line(error)
+        self._in_a_row[kind_of(message)] += 1
+        self._latest[kind_of(message)] = message
         total = sum(self._in_a_row.values())
         if total >= self._limit:
-            reason, count = self._in_a_row.most_common(1)[0]
-            raise RunError(f"{total} groups failed in a row, {count} of them with: {reason}")
+            kind, count = self._in_a_row.most_common(1)[0]
+            raise RunError(f"{total} groups failed in a row, {count} of them with: {self._latest[kind]}")
 
 
 class Generation:
@@ -204,8 +215,9 @@ class Generation:
     async def expire(self, group_id: int) -> None:
         """Drop a group that became too old (the batcher removed it already); its prompt is sampled again."""
         self._cancel(group_id)
-        await self._recorder.write(lambda store: store.drop(group_id, "expired"))
-        self._cursor.requeue.append(self._positions.pop(group_id))
+        ended = self._recorder.submit(lambda store: store.drop(group_id, "expired"))
+        bisect.insort(self._cursor.requeue, self._positions.pop(group_id))  # before anything is awaited: it is the next
+        await ended
         self._fleet.changes.notify()
 
     def forget(self, batch: Batch) -> None:

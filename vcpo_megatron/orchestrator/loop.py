@@ -239,8 +239,7 @@ class Controller:
         config = self._config
         cursor = self._cursor(plan, state)
         trainer, start = self._start(plan, state, cursor, config.train.eval_every)
-        due = set(start.versions)
-        sync = self._sync(fleet, due.__contains__)
+        sync = self._sync(fleet, lambda version: version in start.versions)
         batcher = self._batcher(plan)
         generation = Generation(
             self._parts.environment, fleet, batcher, self._recorder, cursor, self._rules(),
@@ -340,5 +339,5 @@ class Controller:
 
 
 def _failure_limit(config: RunConfig) -> int:
-    """Failed groups in a row that end the run: many times what can be in flight."""
-    return max(100, 10 * (config.staleness.max_staleness + 1) * config.train.groups_per_step)
+    """Failed groups in a row that end the run: twice what can be in flight."""
+    return max(20, 2 * (config.staleness.max_staleness + 1) * config.train.groups_per_step)

@@ -20,14 +20,35 @@ from ..types import Batch, StepResult
 from .store import Counts
 
 
-def evaluated_versions(first_step: int, steps: int, every: int) -> list[int]:
+@dataclass(frozen=True)
+class DueVersions(Sequence[int]):
+    """``regular`` and then ``last``, ascending. Nothing here takes longer, or more memory, in a longer run."""
+
+    regular: range
+    last: int
+
+    def __len__(self) -> int:
+        return len(self.regular) + 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if index in (-1, len(self.regular)):
+            return self.last
+        return self.regular[index if index >= 0 else index + 1]
+
+    def __contains__(self, version: object) -> bool:
+        return version == self.last or version in self.regular
+
+
+def evaluated_versions(first_step: int, steps: int, every: int) -> Sequence[int]:
     """Versions to evaluate in a run that starts at ``first_step`` and ends after ``steps`` steps; ``every`` = 0: none.
 
-    Multiples of ``every``, and ``steps`` itself, which replaces ``steps`` - 1.
+    Multiples of ``every``, and ``steps`` itself, which replaces ``steps`` - 1. A run that is past ``steps`` makes none.
     """
-    if not every:
-        return []
-    return [v for v in range(first_step, steps - 1) if v % every == 0] + [steps]
+    if not every or first_step > steps:
+        return ()
+    return DueVersions(range(-(-first_step // every) * every, steps - 1, every), steps)
 
 
 def row_of_version(version: int, steps: int) -> int:
@@ -46,18 +67,18 @@ class Start:
 def start_of_log(path: Path, step: int, steps: int, held: Sequence[Row], versions: Sequence[int]) -> Start:
     """Cut ``path`` back to the rows before ``step``, and find out what a resumed run has to add to them.
 
-    ``held`` are the rows that checkpoint ``step`` carries. When all steps are done already, the last row is taken up
-    again if its evaluation is missing; if it is there, nothing is evaluated any more.
+    ``held`` are the rows that checkpoint ``step`` carries. When all steps are done already, the last row is written
+    again if its evaluation is missing (a sink puts it in the place of the first); if it is there, nothing is evaluated
+    any more. Rows before ``step`` are never cut.
     """
     cut_back(path, step)
     written = read_rows(path)
     last = written[-1]["step"] if written else -1
     rows = [row for row in held if last < row["step"] < step]
-    if step < steps or rows or not written or not versions:
+    if step != steps or rows or last != steps - 1 or not versions:
         return Start(rows, versions)
     if written[-1].get("eval/version") == steps:
         return Start((), ())
-    cut_back(path, steps - 1)
     return Start(written[-1:], versions)
 
 
@@ -67,7 +88,8 @@ class MetricsLog:
     def __init__(self, sinks: Sequence[Sink], versions: Sequence[int], steps: int) -> None:
         self._sinks = sinks
         self._steps = steps
-        self._waiting = {row_of_version(version, steps) for version in versions}
+        self._versions: Sequence[int] = versions
+        self._done: set[int] = set()  # steps whose evaluation is in
         self._results: dict[int, Mapping[str, float]] = {}
         self._held: list[dict[str, Any]] = []
 
@@ -79,7 +101,7 @@ class MetricsLog:
         """Add what the evaluation of ``version`` found to the row that waits for it."""
         step = row_of_version(version, self._steps)
         self._results[step] = {**result, "eval/version": version}
-        self._waiting.discard(step)
+        self._done.add(step)
         self._write_ready()
 
     @property
@@ -89,7 +111,7 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Write what is held back as it is: its evaluation will not come."""
-        self._waiting.clear()
+        self._versions = ()
         self._write_ready()
 
     def close(self) -> None:
@@ -97,11 +119,15 @@ class MetricsLog:
             sink.close()
 
     def _write_ready(self) -> None:
-        while self._held and self._held[0]["step"] not in self._waiting:
+        while self._held and not self._waits(self._held[0]["step"]):
             row = self._held.pop(0)
             row.update(self._results.pop(row["step"], {}))
             for sink in self._sinks:
                 sink.write(row)
+
+    def _waits(self, step: int) -> bool:
+        due = self._steps if step == self._steps - 1 and self._steps in self._versions else step
+        return due in self._versions and step not in self._done
 
 
 def step_row(batch: Batch, result: StepResult, counts: Counts, times: Mapping[str, float]) -> dict[str, Any]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 APPLICATION_ID = 0x5643504F  # "VCPO" in the header of the file: tells it from any other SQLite file
 SCHEMA_VERSION = 1
+#: Seconds for which opening waits for a process that has the file open.
+BUSY_S = 5.0
 
 #: States of a group and of a trajectory. The first two are queued, the others are final.
 ADMITTED, SAMPLED, TRAINED, DROPPED, FAILED = "admitted", "sampled", "trained", "dropped", "failed"
@@ -62,7 +65,10 @@ def store_errors(path: Path) -> Iterator[None]:
 def _explain(path: Path, error: sqlite3.Error) -> str:
     match getattr(error, "sqlite_errorname", "") or "":
         case name if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-            return f"rollout store {path} is in use by another process; only one run may have it open"
+            return (
+                f"rollout store {path} is in use by another process: another run, or a reader, for instance a sqlite3 "
+                "shell; close it and try again"
+            )
         case name if name.startswith("SQLITE_FULL"):
             return f"rollout store {path} cannot grow ({error}); free space on its disk, then resume the run"
         case name if name.startswith("SQLITE_NOTADB"):
@@ -97,9 +103,21 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
 def open_exclusively(path: Path) -> sqlite3.Connection:
     """Open ``path`` for the one process that writes it, and make it when it is missing or empty.
 
-    Each commit is on disk before it returns (synchronous FULL). The connection may be used by any one
-    thread at a time.
+    A reader that looks into it keeps it busy; it is waited for ``BUSY_S`` seconds. Each commit is on disk before it
+    returns (synchronous FULL). The connection may be used by any one thread at a time.
     """
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            return _open_at_once(path)
+        except StoreError as error:
+            name = getattr(error.__cause__, "sqlite_errorname", "") or ""
+            if not name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or time.monotonic() >= deadline:
+                raise
+        time.sleep(0.1)  # in the store's own thread
+
+
+def _open_at_once(path: Path) -> sqlite3.Connection:
     with store_errors(path):
         connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
     try:

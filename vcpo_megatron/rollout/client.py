@@ -7,6 +7,7 @@ request has a deadline, and every failure names the server, the endpoint and the
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
 
 #: Establishing a TCP connection is quick or hopeless; it does not get the whole request timeout.
 CONNECT_TIMEOUT_S = 10.0
+#: A question about the server itself is answered at once by one that works.
+STATUS_TIMEOUT_S = 10.0
 
 
 class ServerError(RuntimeError):
@@ -103,7 +106,7 @@ class ServerClient:
 
     async def model_info(self) -> dict[str, Any]:
         """{model_path, weight_version, ...}."""
-        reply = await self._request("GET", protocol.MODEL_INFO, None)
+        reply = await self._request("GET", protocol.MODEL_INFO, None, STATUS_TIMEOUT_S)
         if not isinstance(reply, dict):
             raise ProtocolError(f"rollout server {self.base_url}{protocol.MODEL_INFO}: {reply!r} is not an object")
         return reply
@@ -111,7 +114,7 @@ class ServerClient:
     async def ready(self) -> bool:
         """True when the server takes requests; False when it does not answer, or says no."""
         try:
-            await self._request("GET", protocol.READY, None)
+            await self._request("GET", protocol.READY, None, STATUS_TIMEOUT_S)
         except (ServerError, ServerUnavailable):
             return False
         return True
@@ -142,20 +145,23 @@ class ServerClient:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self._request("POST", endpoint, data)
 
-    async def _request(self, method: str, endpoint: str, data: bytes | None) -> Any:
+    async def _request(self, method: str, endpoint: str, data: bytes | None, at_most_s: float = math.inf) -> Any:
+        timeout_s = min(self.timeout_s, at_most_s)
         if self._session is None:
             # No limit on connections: concurrency is bounded by whoever admits requests.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=CONNECT_TIMEOUT_S),
             )
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         headers = {"Content-Type": "application/json"} if data is not None else None
         try:
-            async with self._session.request(method, self.base_url + endpoint, data=data, headers=headers) as response:
+            async with self._session.request(
+                method, self.base_url + endpoint, data=data, headers=headers, timeout=timeout
+            ) as response:
                 text = await response.text()
                 status = response.status
         except TimeoutError as error:
-            reason = str(error) or f"no answer within {self.timeout_s:g} s"
+            reason = str(error) or f"no answer within {timeout_s:g} s"
             raise ServerUnavailable(self.base_url, endpoint, reason) from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnavailable(self.base_url, endpoint, str(error) or type(error).__name__) from error

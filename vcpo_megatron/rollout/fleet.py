@@ -109,6 +109,7 @@ class Server:
     load: int = 0
     updating: bool = False
     ready_by: float = math.inf
+    asked: asyncio.Task[bool] | None = None  # whether it is ready, while it starts
 
     @property
     def name(self) -> str:
@@ -231,8 +232,13 @@ class Fleet:
 
     async def supervise(self) -> None:
         """Restart servers that die until cancelled; FleetError when one may not be restarted, or does not answer."""
-        while True:
-            await self._look()
+        try:
+            while True:
+                self._look()
+                await asyncio.sleep(_POLL_S)
+        finally:
+            for server in self.servers:
+                self._forget_question(server)
 
     async def stop(self) -> None:
         """End all servers; returns when every process is gone."""
@@ -254,17 +260,22 @@ class Fleet:
             self.missed(server)
         return alive
 
-    async def _look(self) -> None:
+    def _look(self) -> None:
         for server in self.servers:
             code = server.process.poll() if server.process is not None else None
             if code is not None and not self._stopping:
                 self._died(server, code)
             elif server.state is ServerState.STARTING:
-                await self._look_at_start(server)
-        await asyncio.sleep(_POLL_S)
+                self._look_at_start(server)
 
-    async def _look_at_start(self, server: Server) -> None:
-        if await server.client.ready():
+    def _look_at_start(self, server: Server) -> None:
+        """Never waits for an answer: a server that hangs must not keep the others, or its deadline, from being seen."""
+        if server.asked is None:
+            server.asked = asyncio.create_task(server.client.ready())
+        ready = server.asked.result() if server.asked.done() else None
+        if ready is not None:
+            server.asked = None
+        if ready:
             self._set(server, ServerState.EMPTY)
         elif time.monotonic() > server.ready_by:
             raise FleetError(
@@ -272,7 +283,14 @@ class Fleet:
                 f"{server.log}; rollout.start_timeout_s sets this deadline"
             )
 
+    @staticmethod
+    def _forget_question(server: Server) -> None:
+        if server.asked is not None:
+            server.asked.cancel()
+            server.asked = None
+
     def _start(self, server: Server) -> None:
+        self._forget_question(server)
         server.starts += 1
         server.process = self._launch(server.index)
         server.ready_by = time.monotonic() + self.options.start_timeout_s

@@ -35,6 +35,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _STARTED = "vcpo: started "
 _TAIL_BYTES = 256 * 1024
 _MESSAGE_LENGTH = 500
+#: A line that tells an error, as Python writes it last: "torch.OutOfMemoryError: ...", maybe with the rank before it.
+_ERROR_LINE = re.compile(r"(\[[^\]]*\]:?\s*)?([A-Za-z_][\w.]*(Error|Exception)|Fatal Python error)(:|$)")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
@@ -101,8 +103,8 @@ def stop_child(process: subprocess.Popen[bytes], *, grace_s: float) -> int:
 
 
 def last_error(log: Path) -> str | None:
-    """Why the process that wrote ``log`` ended: its last "vcpo: error: " line without the prefix, else its last
-    non-empty line; None when it wrote nothing since its last start. One line of at most 500 characters."""
+    """Why the process that wrote ``log`` ended: its last "vcpo: error: " line without the prefix, else its last line
+    that tells an error; None when it wrote none since its last start. One line of at most 500 characters."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -116,6 +118,6 @@ def last_error(log: Path) -> str | None:
         line = _ESCAPES.sub("", raw).strip()
         if line.startswith(ERROR_PREFIX.strip()):
             return line.removeprefix(ERROR_PREFIX.strip()).strip()[:_MESSAGE_LENGTH]
-        if line and fallback is None:
+        if fallback is None and _ERROR_LINE.match(line):
             fallback = line[:_MESSAGE_LENGTH]
     return fallback

@@ -1,0 +1,133 @@
+"""Every surrogate against literal numbers, and against the derivative of the objective it stands for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vcpo_megatron.algorithm import importance
+from vcpo_megatron.algorithm.surrogates import (
+    STATISTICS,
+    SURROGATES,
+    Bounds,
+    Tokens,
+    asymmetric,
+    cispo,
+    decoupled_ppo,
+    gspo,
+    m2po,
+    p3o,
+    ppo_clip,
+    second_moment_cutoff,
+    token_ess,
+    veto,
+)  # fmt: skip
+from vcpo_megatron.config.methods import METHODS
+
+CLIP = Bounds(8.0, 0.8, 1.2)
+
+
+def tokens(ratios: list[list[float]], statistic: float = math.nan, masked: int = 0) -> Tokens:
+    """Trajectories of these token ratios, then ``masked`` masked tokens of the last trajectory."""
+    flat = [r for one in ratios for r in one] + [1.0] * masked
+    segments = [i for i, one in enumerate(ratios) for _ in one] + [len(ratios) - 1] * masked
+    mask = torch.tensor([True] * (len(flat) - masked) + [False] * masked)
+    log_ratio = torch.tensor(flat, dtype=torch.float64).log()
+    return Tokens(log_ratio, mask, torch.tensor(segments), len(ratios), statistic)
+
+
+def advantages(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(found: torch.Tensor, *expected: float) -> None:
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_ppo_clip() -> None:
+    """Positive: above 1.2 closed. Negative: below 0.8 closed, above 1.2 open (the pessimistic side)."""
+    close(ppo_clip(tokens([[0.5, 1.1, 1.3], [0.5, 1.1, 1.3]]), advantages(2, -2), CLIP), 1.0, 2.2, 0, 0, -2.2, -2.6)
+
+
+def test_decoupled_ppo() -> None:
+    """mu to prox 10 (truncated at 8), prox to theta 1.3: closed for A > 0, 8 * 1.3 * A for A < 0."""
+    t = tokens([[13.0], [13.0], [2.0]])
+    prox = torch.tensor([1.3, 1.3, 1.0], dtype=torch.float64).log()
+    close(decoupled_ppo(t, advantages(1, -1, 1), CLIP, prox), 0.0, -10.4, 2.0)
+    close(decoupled_ppo(t, advantages(1, -1, 1), CLIP), 8.0, -8.0, 2.0)
+
+
+def test_gspo() -> None:
+    """Geometric means 2, 0.5 and 1; a masked token counts in no length."""
+    t = tokens([[4.0, 1.0], [0.25, 1.0], [2.0, 0.5]], masked=2)
+    bounds = Bounds(8.0, 0.9, 1.1)
+    close(gspo(t, advantages(-1, 1, 3), bounds)[:6], -2, -2, 0.5, 0.5, 3, 3)
+    close(gspo(t, advantages(1, -1, 3), bounds)[:6], 0, 0, 0, 0, 3, 3)
+
+
+def test_m2po_drops_the_largest_until_the_mean_square_is_small() -> None:
+    logs = torch.tensor([0.1, -0.2, 0.3, 1.0], dtype=torch.float64)
+    # sorted squares .01 .04 .09 1: means .01 .025 .0467 .285
+    assert second_moment_cutoff(logs, 0.04) == pytest.approx(0.04)
+    assert second_moment_cutoff(logs, 0.05) == pytest.approx(0.09)
+    assert second_moment_cutoff(logs, 10.0) == 1.0
+    assert second_moment_cutoff(logs, 1e-9) == pytest.approx(0.01)  # one is always kept
+    t = tokens([[math.exp(0.1), math.exp(-0.2), math.exp(0.3)]], statistic=0.05)
+    close(m2po(t, advantages(2), CLIP), 2 * math.exp(0.1), 2 * math.exp(-0.2), 0)
+
+
+def test_cispo_never_loses_a_token() -> None:
+    close(cispo(tokens([[0.1, 2.0, 9.0]]), advantages(-2), Bounds(8.0, 0.5, 5.0)), -1, -4, -10)
+
+
+def test_p3o() -> None:
+    assert token_ess(torch.tensor([1.0, 3.0]).log(), 0.0) == pytest.approx(16 / 10 / 2)
+    close(p3o(tokens([[0.5, 3.0]], statistic=0.8), advantages(2), CLIP), 0.5 * 2 + 0.2, 0.8 * 2 + 0.2)
+
+
+def test_veto_removes_the_suffix_of_negative_answers_only() -> None:
+    bounds = Bounds(8.0, 0.2, 5.0)
+    ratios = [[1.0, 6.0, 1.0], [1.0, 6.0, 1.0], [1.0, 1.0, 0.1]]
+    close(veto(tokens(ratios), advantages(1, -1, -1), bounds), 1, 0, 1, -1, 0, 0, -1, -1, 0)
+
+
+def test_asymmetric() -> None:
+    t = tokens([[2.0, 2.0], [2.0, 2.0], [0.5, 0.5]])
+    close(asymmetric(t, advantages(1, -1, -1), CLIP), 1, 1, -1, -1, -0.25, -0.25)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_ppo_clip_is_the_derivative_of_its_objective(sign: float) -> None:
+    logs = torch.linspace(-1, 1, 41, dtype=torch.float64).requires_grad_()
+    ratio = logs.exp()
+    objective = torch.minimum(ratio * sign, ratio.clamp(0.8, 1.2) * sign).sum()
+    (expected,) = torch.autograd.grad(objective, logs)
+    t = Tokens(logs.detach(), torch.ones(41, dtype=torch.bool), torch.zeros(41, dtype=torch.long), 1)
+    torch.testing.assert_close(ppo_clip(t, advantages(sign), CLIP), expected)
+
+
+def test_masked_and_band_weights() -> None:
+    logs = torch.tensor([0.1, 0.5, 5.0, 8.0, 9.0], dtype=torch.float64).log()
+    close(importance.log_weights("truncated", logs, 8.0, 0.5, 5.0).exp(), 0.1, 0.5, 5, 8, 8)
+    close(importance.log_weights("masked", logs, 8.5, 0.5, 5.0).exp(), 0.1, 0.5, 5, 8, 0)
+    close(importance.log_weights("band", logs, 8.0, 0.45, 5.5).exp(), 0, 0.5, 5, 0, 0)
+    assert importance.log_weights("masked", torch.tensor([2000.0]), 8.0, 0, 1).exp().tolist() == [0.0]
+    with pytest.raises(ValueError, match="weights = 'x'"):
+        importance.log_weights("x", logs, 8.0, 0.5, 5.0)
+
+
+def test_every_row_names_functions_that_exist() -> None:
+    for name, row in METHODS.items():
+        assert row.surrogate == "weighted" or row.surrogate in SURROGATES, name
+        assert row.weights in importance.LOG_WEIGHTS and row.statistic in {"", *STATISTICS}, name
+
+
+def test_rows_say_what_they_are() -> None:
+    assert {name for name, row in METHODS.items() if not row.corrected} == {"reinforce", "rloo"}
+    assert {name for name, row in METHODS.items() if row.needs_norms} == {"vcpo", "vcpo_opob_only"}
+    assert {name for name, row in METHODS.items() if row.ess_scaling} == {"vcpo", "vcpo_ess_only"}
+    linear = {"vcpo", "vcpo_ess_only", "vcpo_opob_only", "reinforce", "rloo", "tis_token", "tis_sequence", "mis",
+              "icepop"}  # fmt: skip
+    assert {name for name, row in METHODS.items() if row.linear} == linear

@@ -1,0 +1,186 @@
+"""Independent fp64 gradients of every method, written as objectives that autograd differentiates.
+
+Shares no code with the learner: transformers' own model, one trajectory at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from vcpo_megatron.types import Batch, Trajectory
+
+
+@dataclass
+class Sample:
+    """One trajectory: log-probs and entropies of its sampled tokens (with graph), log mu, advantage, 1/(...) c_i."""
+
+    logp: Tensor
+    entropy: Tensor
+    mu: Tensor
+    group: int
+    reward: float
+    score_squares: Tensor  # |d log pi_t / d logits|^2
+    advantage: float = 0.0
+    coefficient: float = 0.0
+
+
+class Policy:
+    """A model in fp64 and the samples of a batch under it."""
+
+    def __init__(self, folder: Path, batch: Batch, temperature: float = 0.9) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        self.parameters = dict(self.model.named_parameters())
+        self.samples = [
+            self._sample(g, t, temperature) for g, group in enumerate(batch.groups) for t in group.trajectories
+        ]
+
+    def _sample(self, group: int, t: Trajectory, temperature: float) -> Sample:
+        ids = torch.tensor(t.tokens[None].astype(np.int64))
+        logs = torch.log_softmax(self.model(ids).logits[0, :-1] / temperature, -1)
+        mask = torch.tensor(t.loss_mask[1:])
+        logp = logs.gather(1, ids[0, 1:, None])[:, 0][mask]
+        entropy = -(logs.exp() * logs).sum(-1)[mask]
+        chosen = torch.nn.functional.one_hot(ids[0, 1:], logs.shape[1])
+        squares = ((chosen - logs.detach().exp()) / temperature).square().sum(-1)[mask]
+        return Sample(logp, entropy, torch.tensor(t.behavior_logprobs[1:]).double()[mask], group, t.reward, squares)
+
+    def gradient(self, loss: Tensor) -> dict[str, Tensor]:
+        grads = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=True)
+        return dict(zip(self.parameters, grads, strict=True))
+
+    def groups(self) -> list[list[Sample]]:
+        count = 1 + max(s.group for s in self.samples)
+        return [[s for s in self.samples if s.group == g] for g in range(count)]
+
+    def normalize(self, rule: str, max_new: int = 16) -> None:
+        n, total = len(self.samples), sum(len(s.logp) for s in self.samples)
+        for s in self.samples:
+            s.coefficient = {
+                "sequence_token_mean": 1 / (n * len(s.logp)), "token_mean": 1 / total, "sequence_token_sum": 1 / n,
+                "constant": 1 / (n * max_new),
+            }[rule]  # fmt: skip
+
+    def advantages(self, baseline: str, std: bool) -> None:
+        """Of the baselines that need no norms."""
+        for group in self.groups():
+            rewards = np.array([s.reward for s in group])
+            for i, s in enumerate(group):
+                b = {"zero": 0.0, "group_mean": rewards.mean(), "leave_one_out": np.delete(rewards, i).mean()}[baseline]
+                flat = rewards.max() == rewards.min()
+                s.advantage = 0.0 if flat else float((s.reward - b) / (rewards.std() if std else 1.0))
+
+    def opob(self, leave_one_out: bool = False, sequence: bool = True) -> list[float]:
+        """Set advantages by OPOB from materialised gradients, std-normalised; returns the norms |g_i|."""
+        norms = []
+        for s in self.samples:
+            weight = 1.0 if sequence else (s.logp - s.mu).detach().exp().clamp(max=8.0)
+            grads = self.gradient(s.coefficient * (weight * s.logp).sum())
+            norms.append(math.sqrt(sum(float((g**2).sum()) for g in grads.values())))
+        for s, norm in zip(self.samples, norms, strict=True):
+            log_u = float((s.logp - s.mu).detach().sum()) if sequence else 0.0
+            s.log_share = 2 * log_u + 2 * math.log(norm)  # type: ignore[attr-defined]
+        for group in self.groups():
+            rewards = np.array([s.reward for s in group])
+            for i, s in enumerate(group):
+                others = [j for j in range(len(group)) if not (leave_one_out and j == i)]
+                shares = np.array([group[j].log_share for j in others])  # type: ignore[attr-defined]
+                p = np.exp(shares - shares.max())
+                b = float((p / p.sum() * rewards[others]).sum())
+                s.advantage = 0.0 if rewards.max() == rewards.min() else float((s.reward - b) / rewards.std())
+        return norms
+
+    def loss(self, objective: Callable[[Sample], Tensor]) -> Tensor:
+        """- sum_i c_i sum_t J_t over trajectories of groups with variance."""
+        speaking = [g for g in self.groups() if len({s.reward for s in g}) > 1]
+        return -torch.stack([s.coefficient * objective(s).sum() for g in speaking for s in g]).sum()
+
+
+def sequence_weighted(s: Sample) -> Tensor:
+    weight = (s.logp - s.mu).sum().detach().clamp(max=math.log(8.0)).exp()
+    return weight * s.advantage * s.logp
+
+
+def _clipped(ratio: Tensor, a: float, low: float, high: float) -> Tensor:
+    return torch.minimum(ratio * a, ratio.clamp(low, high) * a)
+
+
+def _ratio(s: Sample) -> Tensor:
+    return (s.logp - s.mu).exp()
+
+
+def _gspo(s: Sample) -> Tensor:
+    # J_i once a trajectory: c_i = 1 / (N T_i) and T_i equal terms
+    return _clipped((s.logp - s.mu).mean().exp(), s.advantage, 1 - 3e-4, 1 + 4e-4).expand(len(s.logp))
+
+
+def _decoupled(s: Sample) -> Tensor:
+    proximal = s.logp.detach()
+    return (proximal - s.mu).exp().clamp(max=8.0) * _clipped((s.logp - proximal).exp(), s.advantage, 0.8, 1.2)
+
+
+def _veto(s: Sample) -> Tensor:
+    kept = _clipped(_ratio(s), s.advantage, 0.2, 5.0)
+    outside = [i for i, r in enumerate(_ratio(s).tolist()) if not 0.2 <= r <= 5.0]
+    return kept[: outside[0]] if s.advantage < 0 and outside else kept
+
+
+def _asymmetric(s: Sample) -> Tensor:
+    weight = 1.0 if s.advantage >= 0 else min(1.0, float((s.logp - s.mu).sum().exp()))
+    return weight * s.advantage * s.logp
+
+
+def _mis(s: Sample) -> Tensor:
+    log = float((s.logp - s.mu).sum())
+    return (math.exp(log) if log <= math.log(8.0) else 0.0) * s.advantage * s.logp
+
+
+def _icepop(s: Sample) -> Tensor:
+    r = _ratio(s).detach()
+    return torch.where((r >= 0.5) & (r <= 5.0), r, 0.0) * s.advantage * s.logp
+
+
+def _m2_kept(samples: Sequence[Sample]) -> float:
+    squares = sorted(float(x) ** 2 for s in samples for x in (s.logp - s.mu))
+    while len(squares) > 1 and sum(squares) / len(squares) > 0.04:
+        squares.pop()
+    return squares[-1]
+
+
+def _token_ess(samples: Sequence[Sample]) -> float:
+    r = torch.cat([_ratio(s).detach() for s in samples])
+    return float(r.sum() ** 2 / (r**2).sum() / len(r))
+
+
+#: method -> (baseline, divided by std, normalisation, objective of a trajectory given all of them)
+OBJECTIVES: dict[str, tuple[str, bool, str, Callable[[Sequence[Sample]], Callable[[Sample], Tensor]]]] = {
+    "reinforce": ("zero", False, "sequence_token_sum", lambda _: lambda s: s.advantage * s.logp),
+    "rloo": ("leave_one_out", False, "sequence_token_sum", lambda _: lambda s: s.advantage * s.logp),
+    "grpo": ("group_mean", True, "sequence_token_mean", lambda _: lambda s: _clipped(_ratio(s), s.advantage, 0.8, 1.2)),
+    "dr_grpo": ("group_mean", False, "constant", lambda _: lambda s: _clipped(_ratio(s), s.advantage, 0.8, 1.2)),
+    "ppo_clip": ("group_mean", True, "token_mean", lambda _: lambda s: _clipped(_ratio(s), s.advantage, 0.8, 1.2)),
+    "decoupled_ppo": ("group_mean", True, "token_mean", lambda _: _decoupled),
+    "gspo": ("group_mean", True, "sequence_token_mean", lambda _: _gspo),
+    "tis_token": ("group_mean", True, "sequence_token_mean",
+                  lambda _: lambda s: _ratio(s).detach().clamp(max=8.0) * s.advantage * s.logp),
+    "tis_sequence": ("group_mean", True, "sequence_token_mean", lambda _: sequence_weighted),
+    "vcpo_ess_only": ("group_mean", True, "sequence_token_mean", lambda _: sequence_weighted),
+    "mis": ("group_mean", True, "sequence_token_mean", lambda _: _mis),
+    "icepop": ("group_mean", True, "sequence_token_mean", lambda _: _icepop),
+    "m2po": ("group_mean", True, "token_mean",
+             lambda all: lambda s: torch.where((s.logp - s.mu) ** 2 <= _m2_kept(all), _ratio(s) * s.advantage, 0.0)),
+    "cispo": ("group_mean", True, "token_mean",
+              lambda _: lambda s: _ratio(s).detach().clamp(max=5.0) * s.advantage * s.logp),
+    "p3o": ("group_mean", True, "sequence_token_mean",
+            lambda all: lambda s: (_ratio(s).detach().clamp(max=_token_ess(all)) * s.advantage
+                                   + (1 - _token_ess(all))) * s.logp),
+    "mu_grpo": ("group_mean", True, "sequence_token_mean", lambda _: _veto),
+    "asymmetric": ("group_mean", True, "sequence_token_mean", lambda _: _asymmetric),
+}  # fmt: skip

@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Time and memory of one learner step: plain, the four ways to VCPO's baseline, and the reference's way.
+
+    tools/bench_step.py --quick                       a small model, within a minute
+    tools/bench_step.py --model 60M --median 512      the whole comparison
+    tools/bench_step.py --curve 64,256,1024,4096      one group a step, over answer lengths
+    tools/bench_step.py --json                        one JSON object
+
+Every contender steps in turn (A B C, A B C); ratios are medians of ratios inside a round; on CPUs seconds are
+processor time. Memory is the
+high-water mark of live torch storages in a step, not RSS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from vcpo_megatron.benchmarks.step import CONTENDERS, SHAPES, Bench, Comparison, Work, join_world_of_one, prepare, table
+
+#: Tokens of a step of the curve, roughly; at least two trajectories.
+CURVE_TOKENS = 4096
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(SHAPES), default="10M")
+    parser.add_argument("--median", type=int, default=512, help="median answer length")
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pack-tokens", type=int, default=4096)
+    parser.add_argument("--ways", default=",".join(CONTENDERS), help="contenders; plain is always one")
+    parser.add_argument("--curve", default="", metavar="LENGTHS", help="median lengths, one group a step each")
+    parser.add_argument("--quick", action="store_true", help="1M model, 2 groups of 4, median 64, 2 rounds")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.ways.split(",")) - set(CONTENDERS):
+        parser.error(f"--ways: unknown {', '.join(sorted(unknown))}; known are {', '.join(CONTENDERS)}")
+    return arguments
+
+
+def works(arguments: argparse.Namespace) -> list[Work]:
+    """What is to be measured, in order."""
+    if arguments.quick:
+        return [Work("1M", 64, 2, 4)]
+    if arguments.curve:
+        lengths = [int(length) for length in arguments.curve.split(",")]
+        sizes = [max(2, min(8, CURVE_TOKENS // length)) for length in lengths]
+        pack = arguments.pack_tokens
+        return [Work(arguments.model, n, 1, size, pack) for n, size in zip(lengths, sizes, strict=True)]
+    return [Work(arguments.model, arguments.median, arguments.groups, arguments.group_size, arguments.pack_tokens)]
+
+
+def main(argv: list[str]) -> int:
+    arguments = parse(argv)
+    ways = ["plain", *(way for way in arguments.ways.split(",") if way != "plain")]
+    rounds = 2 if arguments.quick else arguments.rounds
+    prepare()
+    results: list[Comparison] = []
+    for work in works(arguments):
+        join_world_of_one()
+        with tempfile.TemporaryDirectory() as folder:
+            bench = Bench(Path(folder), work, ways)
+            say = (lambda line: None) if arguments.json else (lambda line: print(line, flush=True))
+            results.append(bench.compare(rounds, say))
+            bench.close()
+        if not arguments.json:
+            print(table(results[-1]), flush=True)
+    if arguments.json:
+        print(json.dumps({"results": [result.as_json() for result in results]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""Token coefficients of methods that are not a plain weight times the advantage, as pure functions.
+
+The learner differentiates  L = - sum_i c_i sum_t v_t log pi_theta(t)  with v detached, so a method is the
+function  v = surrogate(tokens, advantage, bounds).  For a surrogate objective J(r) of the token ratio
+r = pi_theta / mu this is v = dJ/d log r = r J'(r): where a clip is active, v = 0.
+
+All ratios enter as logarithms, float64, with masked positions at 0. Advantages are (R_i - b) / std of
+trajectory i. Nothing here is differentiated through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .ess import ess_ratio
+from .importance import segment_sum, truncated_weights
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """T tokens of n trajectories laid end to end.
+
+    log_ratio  float64 [T]  log pi_theta - log mu, 0 where masked
+    mask       bool    [T]  True where the policy sampled the token
+    segments   int     [T]  which trajectory; n for padding
+    statistic  the batch's number that the row asks for, nan where none
+    """
+
+    log_ratio: Tensor
+    mask: Tensor
+    segments: Tensor
+    n: int
+    statistic: float = float("nan")
+
+    def spread(self, per_trajectory: Tensor) -> Tensor:
+        """[n] -> [T]; 0 for padding."""
+        return torch.nn.functional.pad(per_trajectory.to(self.log_ratio), (0, 1))[self.segments]
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[T] -> [n] over unmasked tokens."""
+        return segment_sum(values, self.mask, self.segments, self.n)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """threshold: is_threshold; low, high: bounds of the ratio (1 - eps and 1 + eps of PPO)."""
+
+    threshold: float
+    low: float
+    high: float
+
+
+Surrogate = Callable[[Tokens, Tensor, Bounds], Tensor]
+
+
+def _clip_open(ratio: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """1.0 where min(r A, clip(r) A) still has a gradient: not (A > 0 and r > high), not (A < 0 and r < low)."""
+    closed = ((advantage > 0) & (ratio > bounds.high)) | ((advantage < 0) & (ratio < bounds.low))
+    return (~closed).to(ratio.dtype)
+
+
+def ppo_clip(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """min(r A, clip(r, low, high) A) per token (PPO, arXiv 1707.06347 eq. 7; with group advantages GRPO,
+    arXiv 2402.03300; without std and with a constant length Dr. GRPO, arXiv 2503.20783)."""
+    a = tokens.spread(advantage)
+    ratio = tokens.log_ratio.exp()
+    return torch.where(_clip_open(ratio, a, bounds) > 0, ratio * a, 0.0)
+
+
+def decoupled_ppo(
+    tokens: Tokens, advantage: Tensor, bounds: Bounds, proximal_log_ratio: Tensor | None = None
+) -> Tensor:
+    """min(pi_prox/mu, c) times PPO's clip around pi_prox (arXiv 2110.00641; AReaL, arXiv 2505.24298).
+
+    proximal_log_ratio  float64 [T]  log pi_theta - log pi_prox; None: 0, since the proximal policy is the
+                        one at the start of the step and a batch is used for one update
+    """
+    prox = torch.zeros_like(tokens.log_ratio) if proximal_log_ratio is None else proximal_log_ratio
+    a, ratio = tokens.spread(advantage), prox.exp()
+    weight = truncated_weights(tokens.log_ratio - prox, bounds.threshold)
+    return torch.where(_clip_open(ratio, a, bounds) > 0, weight * ratio * a, 0.0)
+
+
+def gspo(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """PPO's clip of the length-normalised sequence ratio s_i = exp(l_i / T_i) (arXiv 2507.18071 eq. 5, 7).
+
+    d s_i / d log pi_t = s_i / T_i; the 1/T_i is that of ``loss_normalization = sequence_token_mean``.
+    """
+    length = tokens.sums(torch.ones_like(tokens.log_ratio)).clamp(min=1.0)
+    ratio = (tokens.sums(tokens.log_ratio) / length).exp()
+    advantage = advantage.to(ratio)
+    return tokens.spread(torch.where(_clip_open(ratio, advantage, bounds) > 0, ratio * advantage, 0.0))
+
+
+def m2po(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """r A on the tokens that are kept (arXiv 2510.01161; the selection as AReaL's documentation describes it).
+
+    ``statistic`` is the largest (log r)^2 that is kept, see ``second_moment_cutoff``.
+    """
+    kept = tokens.log_ratio.square() <= tokens.statistic
+    return torch.where(kept, tokens.log_ratio.exp() * tokens.spread(advantage), 0.0)
+
+
+def cispo(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """clip(r, low, high) A, the clipped ratio detached: no token loses its gradient (MiniMax-M1, arXiv 2506.13585)."""
+    return truncated_weights(tokens.log_ratio, bounds.high).clamp(min=bounds.low) * tokens.spread(advantage)
+
+
+def p3o(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """min(r, e) A + (1 - e), e the normalised ESS of the batch's token ratios (arXiv 2605.12380).
+
+    A sketch from the abstract: "caps the score-function weight and sets the strength of an off-policy
+    regularizer"; the regulariser is taken as the likelihood of the behaviour's samples. Rows of groups
+    without variance take no part.
+    """
+    e = tokens.statistic
+    return truncated_weights(tokens.log_ratio, e) * tokens.spread(advantage) + (1.0 - e)
+
+
+def veto(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """PPO's clip with wide bounds; in answers of negative advantage nothing from the first token on whose
+    ratio leaves the bounds (mu-GRPO, arXiv 2605.17570).
+
+    A sketch from the abstract ("relaxed clipping", "negative-advantage veto, which removes post-trigger
+    suffix updates"); the trigger taken here is a ratio outside [low, high].
+    """
+    log_ratio = tokens.log_ratio
+    outside = ((log_ratio.exp() < bounds.low) | (log_ratio.exp() > bounds.high)) & tokens.mask
+    count = outside.long().cumsum(0)
+    first = torch.ones(len(count), dtype=torch.bool, device=count.device)
+    first[1:] = tokens.segments[1:] != tokens.segments[:-1]
+    # triggers before this trajectory, carried from its first token to all of its tokens
+    before = torch.where(first, count - outside.long(), 0).cummax(0).values
+    a = tokens.spread(advantage)
+    return torch.where((a < 0) & (count > before), 0.0, ppo_clip(tokens, advantage, bounds))
+
+
+def asymmetric(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """A for positive advantages, min(exp(l_i), 1) A for negative ones (tapered off-policy REINFORCE,
+    arXiv 2503.14286: ratios truncated to [0, 1] on the negative side, none on the positive)."""
+    weight = truncated_weights(tokens.sums(tokens.log_ratio), 1.0)
+    return tokens.spread(torch.where(advantage.to(weight) < 0, weight, 1.0) * advantage.to(weight))
+
+
+#: Surrogates of rows; "weighted" rows are formed from weights and have none.
+SURROGATES: Mapping[str, Surrogate] = {
+    "ppo_clip": ppo_clip,
+    "decoupled_ppo": decoupled_ppo,
+    "gspo": gspo,
+    "m2po": m2po,
+    "cispo": cispo,
+    "p3o": p3o,
+    "veto": veto,
+    "asymmetric": asymmetric,
+}
+
+
+def second_moment_cutoff(log_ratios: Tensor, bound: float) -> float:
+    """Largest (log r)^2 to keep so that the mean over kept tokens is at most ``bound`` (M2PO).
+
+    log_ratios float64 [M], of all sampled tokens of the batch. Tokens are dropped from the largest
+    (log r)^2 down; the smallest one is always kept.
+    """
+    squares = log_ratios.double().square().sort().values
+    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, dtype=torch.float64)
+    kept = max(1, int((means <= bound).sum()))  # means of sorted numbers never fall
+    return float(squares[kept - 1])
+
+
+def token_ess(log_ratios: Tensor, bound: float) -> float:
+    """ESS / M of the token ratios [M]; ``bound`` is not used. nan when a ratio is not finite."""
+    return ess_ratio(log_ratios)
+
+
+#: Statistics of the whole batch: (token log ratios [M], algorithm.second_moment) -> number.
+STATISTICS: Mapping[str, Callable[[Tensor, float], float]] = {
+    "second_moment": second_moment_cutoff,
+    "token_ess": token_ess,
+}

@@ -1,0 +1,94 @@
+"""The methods as rows: what ``algorithm.method`` stands for, in facts that need no torch.
+
+A row says which pure functions of ``algorithm`` the learner calls and with which defaults; the learner
+never asks for a method's name. Explicit keys of ``[algorithm]`` override single facts of a row. A new
+method whose functions exist is one row here; a new surrogate is one function in
+``algorithm/surrogates.py``.
+
+    weights    what a ratio becomes before it multiplies a gradient (``algorithm.importance.LOG_WEIGHTS``)
+    surrogate  token coefficients from ratios and advantages (``algorithm.surrogates.SURROGATES``).
+               "weighted" is linear in the advantage, and the only one that OPOB can serve
+    statistic  one number of the whole batch that the surrogate needs first, for which every pack takes
+               another forward (``algorithm.surrogates.STATISTICS``); "" when none
+    ratio_low, ratio_high   bounds of the ratio, absolute (PPO's 1 - eps and 1 + eps)
+
+The papers are cited at the functions. Rows marked *sketch* are written from an abstract, not from code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+#: Baselines that need per-trajectory gradient norms.
+OPOB_BASELINES = ("opob", "opob_leave_one_out")
+#: Surrogates that look at a trajectory's tokens as a whole or in order.
+ORDERED_SURROGATES = ("gspo", "veto", "asymmetric")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row; every field is also the default of the key of that name in ``[algorithm]``."""
+
+    summary: str
+    baseline: str = "group_mean"
+    is_level: str = "none"
+    weights: str = "truncated"
+    surrogate: str = "weighted"
+    statistic: str = ""
+    ess_scaling: bool = False
+    normalize_std: bool = True
+    loss_normalization: str = "sequence_token_mean"
+    ratio_low: float = 0.0
+    ratio_high: float = math.inf
+
+    @property
+    def linear(self) -> bool:
+        """True when the gradient is linear in the advantage, as OPOB requires."""
+        return self.surrogate == "weighted"
+
+    @property
+    def corrected(self) -> bool:
+        """True when off-policy data is corrected for: by weights, or by the surrogate's own ratios."""
+        return not self.linear or self.is_level != "none"
+
+    @property
+    def needs_norms(self) -> bool:
+        """True when the baseline is made of per-trajectory gradient norms."""
+        return self.baseline in OPOB_BASELINES
+
+
+
+METHODS: Mapping[str, Method] = {
+    "vcpo": Method("OPOB baseline, ESS step size, truncated sequence weights", "opob", "sequence", ess_scaling=True),
+    "vcpo_ess_only": Method("VCPO without OPOB: group mean", is_level="sequence", ess_scaling=True),
+    "vcpo_opob_only": Method("VCPO without the ESS step size", "opob", "sequence"),
+    "reinforce": Method("score function, no baseline, no correction", "zero", normalize_std=False,
+                        loss_normalization="sequence_token_sum"),
+    "rloo": Method("REINFORCE with a leave-one-out mean", "leave_one_out", normalize_std=False,
+                   loss_normalization="sequence_token_sum"),
+    "grpo": Method("group mean and std, clipped token ratios", surrogate="ppo_clip", ratio_low=0.8, ratio_high=1.2),
+    "dr_grpo": Method("GRPO without std and length terms", surrogate="ppo_clip", normalize_std=False,
+                      loss_normalization="constant", ratio_low=0.8, ratio_high=1.2),
+    "ppo_clip": Method("PPO's clip, token mean, group mean in place of a critic", surrogate="ppo_clip",
+                       loss_normalization="token_mean", ratio_low=0.8, ratio_high=1.2),
+    "decoupled_ppo": Method("PPO's clip around the proximal policy, truncated weights to the behaviour",
+                            surrogate="decoupled_ppo", loss_normalization="token_mean", ratio_low=0.8, ratio_high=1.2),
+    "gspo": Method("clip of the length-normalised sequence ratio", surrogate="gspo", ratio_low=1 - 3e-4,
+                   ratio_high=1 + 4e-4),
+    "tis_token": Method("truncated token weights", is_level="token"),
+    "tis_sequence": Method("truncated sequence weights", is_level="sequence"),
+    "mis": Method("sequence weights, zero above the threshold", is_level="sequence", weights="masked"),
+    "icepop": Method("token weights, zero outside a band", is_level="token", weights="band", ratio_low=0.5,
+                     ratio_high=5.0),
+    "m2po": Method("tokens of extreme ratio dropped until the second moment is small", surrogate="m2po",
+                   statistic="second_moment", loss_normalization="token_mean"),
+    "cispo": Method("clipped, detached token weights", surrogate="cispo", loss_normalization="token_mean",
+                    ratio_high=5.0),
+    "p3o": Method("sketch: token ratios capped at the batch's ESS, the rest goes to the behaviour's likelihood",
+                  surrogate="p3o", statistic="token_ess"),
+    "mu_grpo": Method("sketch: wide clip, no updates behind a veto in negative answers", surrogate="veto",
+                      ratio_low=0.2, ratio_high=5.0),
+    "asymmetric": Method("sequence ratios for negative answers only, capped at 1", surrogate="asymmetric"),
+}  # fmt: skip
