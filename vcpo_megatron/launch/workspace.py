@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ..config.run_directory import RunDirectory, write_atomically
 
-
 #: A disk with less than this free is full, in bytes.
 _FULL = 2**20
 
