@@ -42,8 +42,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Takes the place of the supervisor; what it was called with."""
     calls: list[dict[str, Any]] = []
 
-    def run(config: Any, directory: Any, *, resume: bool) -> int:
-        calls.append({"config": config, "directory": directory.path, "resume": resume})
+    def run(config: Any, directory: Any, options: Any) -> int:
+        calls.append({"config": config, "directory": directory.path, "resume": options.resume, "options": options})
         return 7
 
     monkeypatch.setattr(local, "run", run)
@@ -403,6 +403,20 @@ def test_as_a_module() -> None:
 def test_the_console_script_is_the_same() -> None:
     assert 'console_scripts": ["vcpo = vcpo_megatron.cli:main"]' in (ROOT / "setup.py").read_text()
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["timeout"] == 120
+
+
+def test_a_time_limit_and_an_older_checkpoint_are_passed_on(
+    toml: Path, started: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = store(tmp_path / "run", toml)
+    arguments = ["train", str(toml), "--run-dir", str(directory), "--resume", "--from-step", "4", "--max-hours", "23.5"]
+    assert cli.main(arguments) == 7
+    assert started[0]["options"] == local.Options(resume=True, from_step=4, max_hours=23.5)
+    assert cli.main(["train", str(toml), "--from-step", "4"]) == 2
+    assert "--from-step: only with --resume" in capsys.readouterr().err
+    for hours in ("0", "-1", "nan", "inf", "soon"):
+        with pytest.raises(SystemExit):
+            cli.main(["train", str(toml), "--max-hours", hours])
 
 
 def make_interrupted(*_: Any, **__: Any) -> int:

@@ -1,13 +1,14 @@
 """The command ``vcpo``: parse first, import what a command needs after.
 
-Exit codes: 0 done, 1 failed, 2 bad usage or configuration; 129, 130 and 143 stopped by SIGHUP, SIGINT and SIGTERM; 141
-the reader of its output went away.
+Exit codes: 0 done, 1 failed, 2 bad usage or configuration; 129, 130 and 143 stopped by SIGHUP, SIGINT and SIGTERM, 138
+by SIGUSR1 or --max-hours, after a checkpoint; 141 the reader of its output went away.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 import time
@@ -26,10 +27,12 @@ DONE, FAILED, BAD_USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 CHANGEABLE_ON_RESUME = frozenset(
     "train.steps train.eval_every train.max_pack_tokens rollout.servers rollout.port rollout.max_running_requests "
     "rollout.pause_mode rollout.max_restarts rollout.request_timeout_s rollout.start_timeout_s "
-    "rollout.sync_timeout_s staleness.wait_s checkpoint.every checkpoint.keep_last parallel.tensor parallel.pipeline "
-    "parallel.virtual_pipeline parallel.context parallel.expert parallel.expert_tensor parallel.expert_dispatcher "
-    "parallel.sequence_parallel launch.learner_ranks launch.master_port "
-    "launch.control_port launch.timeout_s observability.tensorboard observability.watchdog_s".split()
+    "rollout.sync_timeout_s rollout.on_failure rollout.max_prompt_failures rollout.max_failure_ratio staleness.wait_s "
+    "staleness.adaptive staleness.adaptive_ess checkpoint.every checkpoint.keep_last checkpoint.keep_best "
+    "checkpoint.keep_rollouts checkpoint.resume_partial parallel.tensor parallel.pipeline parallel.virtual_pipeline "
+    "parallel.context parallel.expert parallel.expert_tensor parallel.expert_dispatcher parallel.sequence_parallel "
+    "launch.learner_ranks launch.master_port launch.control_port launch.timeout_s observability.tensorboard "
+    "observability.watchdog_s".split()
 )
 
 
@@ -68,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_convert(commands)
     _add_doctor(commands)
+    _add_report(commands)
     return parser
 
 
@@ -93,6 +97,18 @@ def _add_train(commands: Any) -> None:
         action="store_true",
         help="go on from the newest complete checkpoint of --run-dir (default: of the newest runs/NAME-*), "
         "with the configuration stored there",
+    )
+    parser.add_argument(
+        "--from-step",
+        type=int,
+        metavar="N",
+        help="with --resume: go back to the complete checkpoint step_N; newer ones are moved to checkpoints/abandoned",
+    )
+    parser.add_argument(
+        "--max-hours",
+        type=_hours,
+        metavar="H",
+        help="stop after H hours, with a checkpoint and exit code 138; SIGUSR1 does the same at any time",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     parser.set_defaults(command=_train)
@@ -128,10 +144,36 @@ def _add_doctor(commands: Any) -> None:
     parser.set_defaults(command=_doctor)
 
 
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="say what a run did",
+        description="Say what became of every trajectory of a run that has ended: the step it was trained at, its "
+        "staleness, weight and reward, or why it was not trained.",
+        epilog="example: vcpo report runs/first --data --step 12",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
+    parser.add_argument("--data", action="store_true", required=True, help="one line a trajectory, of rollouts.sqlite")
+    parser.add_argument("--step", type=int, metavar="N", help="only what step N consumed")
+    parser.add_argument("--prompt", metavar="ID", help="only this prompt")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, then one with the totals")
+    parser.set_defaults(command=_report)
+
+
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; give 0 to 65535")
     return int(text)
+
+
+def _hours(text: str) -> float:
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = 0.0
+    if not 0 < hours < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number of hours above 0, as in 23.5")
+    return hours
 
 
 # --- train ------------------------------------------------------------------------------------
@@ -150,6 +192,8 @@ def _train(args: argparse.Namespace) -> int:
     from .config.load import ConfigError, dump_resolved
 
     try:
+        if args.from_step is not None and not args.resume:
+            raise ConfigError(["--from-step: only with --resume"])
         run = _resumed_run(args) if args.resume else _fresh_run(args)
         plan = _plan(run.config, [*_run_directory_problems(run, args.resume), *_problems(run.config)])
     except ConfigError as error:
@@ -168,7 +212,8 @@ def _train(args: argparse.Namespace) -> int:
     from .config.run_directory import RunDirectory
     from .launch import local
 
-    return local.run(run.config, RunDirectory(run.directory), resume=args.resume)
+    options = local.Options(args.resume, args.from_step, args.max_hours)
+    return local.run(run.config, RunDirectory(run.directory), options)
 
 
 def _fresh_run(args: argparse.Namespace) -> _Run:
@@ -365,3 +410,21 @@ def _doctor(args: argparse.Namespace) -> int:
             findings.append(Finding("ok", "config", f"{args.config} can run"))
     print(render(findings))
     return FAILED if any(finding.level == "missing" for finding in findings) else DONE
+
+
+# --- report -----------------------------------------------------------------------------------
+
+
+def _report(args: argparse.Namespace) -> int:
+    from .config.process import ERROR_PREFIX
+    from .config.run_directory import RunDirectory
+    from .orchestrator.history import print_history
+    from .orchestrator.store import RolloutStore, StoreError
+
+    try:
+        with RolloutStore.open_readonly(RunDirectory(args.run_dir).store) as store:
+            print_history(store, step=args.step, prompt_id=args.prompt, as_json=args.json)
+    except StoreError as error:
+        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+        return FAILED
+    return DONE

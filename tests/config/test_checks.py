@@ -88,8 +88,6 @@ BAD = [
     ([("algorithm.method", "grpo"), ("algorithm.ratio_low", 1.5)], "algorithm.ratio_low = 1.5", "ratio_high = 1.2"),
     ([("algorithm.baseline", "opob_leave_one_out")], 'algorithm.baseline = "opob_leave_one_out"',
      'opob_mode = "deferred" or "two_pass"'),
-    ([("algorithm.opob_mode", "proxy"), ("parallel.pipeline", 2), ("parallel.virtual_pipeline", 2),
-      ("launch.learner_ranks", 2)], 'algorithm.opob_mode = "proxy"', "multiples of the 2 stages"),
     ([("algorithm.opob_accumulator_dtype", "bfloat16"), ("algorithm.opob_mode", "deferred")],
      'algorithm.opob_accumulator_dtype = "bfloat16"', 'only opob_mode = "accumulate"'),
     ([("algorithm.kl_coef", 0.1)], "algorithm.kl_coef = 0.1", "set both or neither"),
@@ -211,3 +209,22 @@ def test_all_are_reported_together(make: Callable[..., RunConfig]) -> None:
         "parallel.sequence_parallel = true", "train.group_size = 1", "optimizer.warmup_steps = 10",
         "model.path = /nowhere", "environment.data = /nowhere.jsonl"} for change in changes]  # fmt: skip
     assert len(problems(make(*changes))) == 5
+
+
+def test_proxy_does_not_fill_the_schedule_of_virtual_stages(make: Callable[..., RunConfig]) -> None:
+    stages = (("parallel.pipeline", 2), ("parallel.virtual_pipeline", 2), ("launch.learner_ranks", 2))
+    found = [problems(make(("algorithm.opob_mode", mode), *stages)) for mode in ("proxy", "deferred")]
+    assert [any("multiples of the 2 stages" in line for line in lines) for lines in found] == [True, False]
+
+
+POLICIES = [("train.drop_zero_variance", True), ("staleness.adaptive", True), ("rollout.on_failure", "resample")]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_policies_of_generation_need_a_run_that_generates(
+    make: Callable[..., RunConfig], policy: tuple[str, Any]
+) -> None:
+    assert problems(make(policy)) == []
+    (exact,) = problems(make(policy, ("staleness.lag", "exact")))
+    assert exact.startswith(policy[0]) and "fixes its batches" in exact
+    assert any("trains on what was recorded" in line for line in problems(make(policy, ("rollout.engine", "replay"))))

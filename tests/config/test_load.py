@@ -119,7 +119,8 @@ def test_override_below_a_value(file: Path) -> None:
         ("[optimizer]\nclip_gradd = 3", "optimizer.clip_gradd: unknown key; did you mean optimizer.clip_grad?"),
         ("[train]\nlr = 3", "train.lr: unknown key; did you mean optimizer.lr?"),
         ("[rolout]\nservers = 1", "rolout: unknown section; did you mean [rollout]?"),
-        ("[checkpoint]\nzzz = 1", "checkpoint.zzz: unknown key; keys of [checkpoint] are every, keep_last"),
+        ("[checkpoint]\nzzz = 1", "checkpoint.zzz: unknown key; keys of [checkpoint] are every, keep_last, "
+         "keep_rollouts, resume_partial, keep_best"),
         ("[train]\ngroup_size = 0", "train.group_size = 0: must be greater than 0"),
         ("[staleness]\nmax_staleness = -1", "staleness.max_staleness = -1: must be at least 0"),
         ("[rollout]\nport = 65536", "rollout.port = 65536: must be at most 65535"),

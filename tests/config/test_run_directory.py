@@ -125,3 +125,49 @@ def test_write_atomically_replaces_or_leaves(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match="No space"):
         write_atomically(path, "torn")
     assert path.read_text() == "new\n" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "torn manifest", "empty manifest"])
+def test_what_is_not_whole_is_not_complete(directory: RunDirectory, damage: str) -> None:
+    for step in (1, 2):
+        save(directory, step)
+        (directory.checkpoint(step) / "rng").mkdir()
+        (directory.checkpoint(step) / "rng" / "rank_0.pt").write_text("state")
+        directory.complete(step, manifest(step))
+    assert directory.manifest(2).files == {"data": 7, "rng/rank_0.pt": 5}
+    folder = directory.checkpoint(2)
+    match damage:
+        case "cut":
+            (folder / "data").write_text("ten")
+        case "gone":
+            (folder / "rng" / "rank_0.pt").unlink()
+        case "torn manifest":
+            (folder / MANIFEST).write_text((folder / MANIFEST).read_text()[:40])
+        case "empty manifest":
+            (folder / MANIFEST).write_text("")
+    assert directory.complete_steps() == [1]
+
+
+def test_the_best_is_marked_and_kept(directory: RunDirectory) -> None:
+    for step in (10, 20, 30, 40):
+        save(directory, step)
+        directory.complete(step, manifest(step))
+    save(directory, 15)  # an interrupted save
+    assert directory.mark_best({}) is None
+    assert directory.mark_best({10: 0.5, 20: 0.7, 25: 0.9, 30: 0.7, 40: 0.6}) == 30  # of equals the newer
+    assert (directory.checkpoints / "best").read_text() == "step_30\n"
+    directory.prune(1, [30])
+    assert directory.complete_steps() == [30, 40]
+    assert not directory.checkpoint(15).exists()
+
+
+def test_a_future_that_was_left_is_moved_away(directory: RunDirectory) -> None:
+    for step in (10, 20, 30):
+        save(directory, step)
+        directory.complete(step, manifest(step))
+    save(directory, 35)
+    assert directory.abandon_after(10, attempt=3) == [20, 30, 35]
+    assert directory.complete_steps() == [10]
+    assert (directory.checkpoints / "latest").read_text() == "step_10\n"
+    assert (directory.checkpoints / "abandoned" / "attempt_3" / "step_30" / "data").read_text() == "tensors"
+    assert directory.abandon_after(10, attempt=4) == []

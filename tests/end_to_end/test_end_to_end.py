@@ -131,6 +131,23 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
         assert run.left_over() == []
 
 
+def test_a_time_warning_checkpoints_and_a_resume_goes_on_in_another_layout(tmp_path: Path) -> None:
+    """SIGUSR1 to every process, as a batch system sends it; then one rank instead of two tensor-parallel ones."""
+    with Run(tmp_path / "run", "train.steps=16", "checkpoint.every=0", "train.eval_every=0") as run:
+        run.wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(run.rows()) >= 2, 120, "two steps")
+        for process in run.members().values():
+            process.send_signal(signal.SIGUSR1)
+        run.signal(signal.SIGUSR1)
+        assert run.wait(60) == 138
+        assert run.left_over() == []
+        assert "stopped by SIGUSR1" in run.text() and "newest complete checkpoint: step_" in run.text()
+    with Run(tmp_path / "run", "launch.learner_ranks=1", "parallel.tensor=1", resume=True) as run:
+        assert run.wait(150) == 0, run.text()
+    rows = read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(16))
+    assert rows[-1]["rollouts/trained"] == 16 * 64
+
+
 def test_a_run_of_two_ranks_goes_on_with_one_and_ends_with_a_line_when_it_is_done(tmp_path: Path) -> None:
     settings = ("train.steps=4", "checkpoint.every=2", "train.eval_every=0")
     with Run(tmp_path / "run", *settings) as run:  # as shipped: tensor parallelism over two ranks

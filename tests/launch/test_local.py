@@ -22,6 +22,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from vcpo_megatron.config.run_directory import RunDirectory
+
 PATIENCE_S = 30.0
 #: The smallest text that counts as the manifest of a complete checkpoint.
 MANIFEST = '{"step": 0, "attempt": 1, "version_number": 0, "learner": {}, "orchestrator": {}}'
@@ -32,7 +34,7 @@ import json, sys
 from pathlib import Path
 from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.config.run_directory import RunDirectory
-from vcpo_megatron.launch.local import run
+from vcpo_megatron.launch.local import Options, run
 
 order = json.loads(sys.argv[1])
 
@@ -42,7 +44,7 @@ def command(process):
     return (sys.executable, "-S", "-c", order["preamble"] + code, name)
 
 config = RunConfig.model_validate(order["config"])
-sys.exit(run(config, RunDirectory(Path(order["directory"])), resume=order["resume"], command=command))
+sys.exit(run(config, RunDirectory(Path(order["directory"])), Options(**order["options"]), command=command))
 """
 
 PREAMBLE = """
@@ -151,13 +153,14 @@ def config(**sections: dict) -> dict:
 
 @contextlib.contextmanager
 def started(
-    directory: Path, *, resume: bool = False, escape: bool = True, sections: dict | None = None, **codes: str
+    directory: Path, *, resume: bool = False, from_step: int | None = None, max_hours: float | None = None,
+    escape: bool = True, sections: dict | None = None, **codes: str
 ) -> Iterator[Run]:
     """``codes``: role, or role_rank for one rank, to the code of its stand-in."""
     codes = {"orchestrator": GOOD_ORCHESTRATOR, "learner": GOOD_LEARNER} | codes
     order = {
         "directory": str(directory),
-        "resume": resume,
+        "options": {"resume": resume, "from_step": from_step, "max_hours": max_hours},
         "config": config(**(sections or {})),
         "preamble": PREAMBLE.replace("ESCAPE", ESCAPE if escape else "") + f"MANIFEST = {MANIFEST!r}\n",
         "codes": {name.replace("_", "."): code for name, code in codes.items()},
@@ -560,3 +563,51 @@ def test_port_in_use_is_named_with_its_key(tmp_path: Path, key: str, offset: int
             code, _, err = run.wait()
         assert error_line(code, err) == f"port {port} ({key}) is in use; free it or set {key}"
     assert list(tmp_path.iterdir()) == []  # nothing is in the way of the next try
+
+
+# --- time limits --------------------------------------------------------------------------------
+
+#: Takes a second to write its checkpoint after the signal.
+SLOW_TO_STOP = STOPPABLE_ORCHESTRATOR.replace("def stop(*args):\n", "def stop(*args):\n    time.sleep(1)\n")
+
+
+def test_a_warning_stops_with_a_checkpoint_and_the_signal_after_it_does_not_cut_it_short(tmp_path: Path) -> None:
+    with started(tmp_path, orchestrator=SLOW_TO_STOP, learner=GOOD_LEARNER) as run:
+        run.all_started()
+        wait_for(lambda: (tmp_path / "listening").exists(), "the orchestrator to listen")
+        for name in ("orchestrator.0", "learner.0"):
+            os.kill(run.pid(name), signal.SIGUSR1)  # a batch system warns every process
+        run.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.4)
+        run.process.send_signal(signal.SIGUSR1)
+        run.process.send_signal(signal.SIGTERM)
+        code, out, err = run.wait()
+    assert code == 128 + signal.SIGUSR1 == 138
+    assert "SIGUSR1: stopping after the current step" in out + err
+    assert "newest complete checkpoint: step_2; continue with: vcpo train" in out
+
+
+def test_the_time_limit_stops_with_a_checkpoint(tmp_path: Path) -> None:
+    with started(tmp_path, max_hours=2 / 3600, orchestrator=STOPPABLE_ORCHESTRATOR, learner=GOOD_LEARNER) as run:
+        code, out, _ = run.wait()
+    assert code == 138
+    assert "stopped by --max-hours 0.000555556" in out and "newest complete checkpoint: step_2" in out
+
+
+def test_a_user_goes_back_to_an_older_checkpoint(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        folder = tmp_path / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        whole = {"step": step, "attempt": 1, "version_number": step, "learner": {}, "orchestrator": {}}
+        (folder / "manifest.json").write_text(json.dumps(whole))
+    with started(tmp_path, resume=True, from_step=3) as run:
+        code, _, err = run.wait()
+    assert code == 1 and "step_3 is no complete checkpoint; complete are: step_2, step_4, step_6" in err
+    tell = "(home / 'told').write_text(os.environ['VCPO_RESUME_STEP'])\n"
+    roles = {"orchestrator": tell + GOOD_ORCHESTRATOR, "learner": GOOD_LEARNER}
+    with started(tmp_path, resume=True, from_step=2, **roles) as run:
+        code, out, _ = run.wait()
+    assert code == 0 and (tmp_path / "told").read_text() == "2"
+    assert "newer checkpoints, now in checkpoints/abandoned/attempt_1: step_4, step_6" in out
+    assert RunDirectory(tmp_path).complete_steps() == [2]
+    assert (tmp_path / "checkpoints/abandoned/attempt_1/step_6/manifest.json").is_file()

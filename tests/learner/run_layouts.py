@@ -106,9 +106,13 @@ def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: 
         step.ess_state = checkpoints.load(1)
     else:
         step.run(batches[0], PolicyVersion(1, 1))
-        checkpoints.save(1, PolicyVersion(1, 1), step.ess_state, {"cursor": 5})
+        torch.rand(7)  # the generator is not where it began
+        checkpoints.start(1, PolicyVersion(1, 1), step.ess_state, {"cursor": 5})
+    random_numbers = torch.rand(3)
     result = step.run(batches[1], PolicyVersion(2 if resume else 1, 2))
+    if not resume:  # the step above was taken while the checkpoint was being written
+        assert checkpoints.busy and checkpoints.finished(wait=True)[0] == 1
     parameters = {k: v.clone() for k, v in WeightGatherer(trainable, parallel).gather()}
     steps = trainable.schedule.num_steps
     parallel_state.destroy_model_parallel()
-    return {"result": result, "parameters": parameters, "steps": steps}
+    return {"result": result, "parameters": parameters, "steps": steps, "random": random_numbers}

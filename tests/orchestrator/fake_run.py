@@ -139,6 +139,7 @@ class FakeClient:
         self.process: FakeProcess | None = None
         self.refuses: Callable[[str], bool] = lambda version: False
         self.score_offset = 0.0
+        self.policy: Callable[[str], object] = lambda version: PolicyVersion.parse(version).number
         self.events: list[str] = []
         self.reset()
 
@@ -207,7 +208,7 @@ class FakeClient:
         if self.process is not process:
             raise ServerUnavailable(URL, "/generate", "connection reset")
         self._alive()
-        return answer(input_ids, sampling, rid, first, self.version)
+        return answer(input_ids, sampling, rid, first, self.version, self.policy(self.version))
 
     async def generate_batch(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], rids: Sequence[str] | None = None
@@ -218,18 +219,18 @@ class FakeClient:
 
 
 def answer(
-    input_ids: Sequence[int], sampling: SamplingParams, rid: str, first: str, last: str | None
+    input_ids: Sequence[int], sampling: SamplingParams, rid: str, first: str, last: str, policy: object
 ) -> GenerateResult:
-    """Tokens that depend on the seed, or without one on the request id; half by each version when they differ."""
+    """Tokens that depend on ``policy`` and on the seed, or without one on the request id; half by each version when
+    they differ."""
     key = rid if sampling.sampling_seed is None else str(sampling.sampling_seed)
-    number = PolicyVersion.parse(str(last)).number  # the same policy, whichever attempt made it
-    digest = hashlib.sha256(f"{list(input_ids)} {key} {number}".encode()).digest()
+    digest = hashlib.sha256(f"{list(input_ids)} {key} {policy}".encode()).digest()
     count = min(sampling.max_new_tokens, 4)
     tokens = tuple(3 + byte % 40 for byte in digest[:count])
     if last == first or count < 2:
         spans: tuple[Span, ...] = (Span(0, count, first),)
     else:
-        spans = (Span(0, count // 2, first), Span(count // 2, count, str(last)))
+        spans = (Span(0, count // 2, first), Span(count // 2, count, last))
     return GenerateResult(tokens, tuple(-1.0 - byte / 512 for byte in digest[:count]), spans, "length")
 
 
@@ -279,6 +280,7 @@ class FakeLearner(threading.Thread):
         self.silent_at: int | None = None
         self.skips: set[int] = set()
         self.sends_weights = True
+        self.ess_ratio = 1.0
         self._synced = True
 
     def run(self) -> None:
@@ -330,6 +332,7 @@ class FakeLearner(threading.Thread):
         time.sleep(self.step_s)
         assert batch.step == self.version.number, (batch.step, self.version)
         self.batches.append(batch)
+        self.learn(batch)
         self.version = PolicyVersion(self.version.attempt, batch.step + 1)
         results = tuple(
             TrajectoryResult(t.group_id, t.sample_index, 0.0, 1.0, 1.0, 0.0)
@@ -337,14 +340,21 @@ class FakeLearner(threading.Thread):
             for t in group.trajectories
         )
         skipped = "non-finite step" if batch.step in self.skips else ""
-        metrics = {"loss": 0.5, "ess/ratio": 1.0, "time/forward_backward": 0.1}
+        metrics = {"loss": 0.5, "ess/ratio": self.ess_ratio, "time/forward_backward": 0.1}
         client.send(StepDone(StepResult(batch.step, self.version, skipped, metrics, results)))
         self._weights(client)
+
+    def learn(self, batch: Batch) -> None:
+        """What a step does to the parameters: nothing here."""
+
+    def save(self, folder: Path) -> None:
+        """What a checkpoint holds beside its manifest: nothing here."""
 
     def _checkpoint(self, client: ControlClient, message: Checkpoint) -> None:
         assert message.step == self.version.number
         directory = self._context.directory
         directory.checkpoint(message.step).mkdir(parents=True, exist_ok=True)
+        self.save(directory.checkpoint(message.step))
         manifest = Manifest(step=message.step, attempt=self.version.attempt, version_number=message.step, learner={},
                             orchestrator=message.state)  # fmt: skip
         directory.complete(message.step, manifest)

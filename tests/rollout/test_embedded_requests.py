@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vcpo_megatron.rollout.embedded.engine import Engine, _Request
-from vcpo_megatron.rollout.embedded.errors import RequestError
+from vcpo_megatron.rollout.embedded.errors import ModelError, RequestError
 from vcpo_megatron.rollout.embedded.generation import Generation
+from vcpo_megatron.rollout.embedded.loading import stop_tokens
 from vcpo_megatron.rollout.embedded.requests import MAX_SEQUENCES, RequestParser
 from vcpo_megatron.rollout.embedded.scheduler import Scheduler
 from vcpo_megatron.rollout.protocol import SamplingParams
@@ -74,6 +76,13 @@ def test_a_client_that_gives_up_a_large_request_costs_one_pass(monkeypatch: pyte
 
     assert asyncio.run(scenario()).num_waiting == 3
     assert calls == [5000]
+
+
+@pytest.mark.parametrize("value", ["x", [1, "x"], True, {"a": 1}])
+def test_stop_tokens_are_ids(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ModelError, match="is no token id or list of them"):
+        stop_tokens(tmp_path, {"eos_token_id": value})
+    assert stop_tokens(tmp_path, {"eos_token_id": [1, 2]}) == {1, 2}
 
 
 def parser(tokenizer: Any = None) -> RequestParser:

@@ -37,10 +37,11 @@ LARGE: Mapping[str, Mapping[str, int]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Median seconds of an action, and the memory above an idle process that it took at most."""
+    """Median seconds of an action, on the clock and of the processor, and the most memory above an idle process."""
 
     action: str
     seconds: float
+    cpu_seconds: float
     bytes: int
     peak_bytes: int
 
@@ -109,12 +110,12 @@ def measure(action: str, size: int, run: Callable[..., None], *arguments: Any) -
     process.start()
     sender.close()
     try:
-        seconds, peak = receiver.recv()
+        seconds, cpu_seconds, peak = receiver.recv()
     except EOFError:
         raise RuntimeError(f"{action} failed") from None
     finally:
         process.join()
-    return Measured(action, seconds, size, peak)
+    return Measured(action, seconds, cpu_seconds, size, peak)
 
 
 def _measured(sender: Any, run: Callable[..., None], arguments: Sequence[Any]) -> None:
@@ -126,12 +127,12 @@ def _measured(sender: Any, run: Callable[..., None], arguments: Sequence[Any]) -
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     run(*arguments)
-    seconds = time.perf_counter() - started
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     done.set()
     watcher.join()
-    sender.send((seconds, max(peak[0] - before, 0)))
+    sender.send((seconds, cpu_seconds, max(peak[0] - before, 0)))
 
 
 def _anonymous() -> int:
@@ -168,7 +169,13 @@ def compare(root: Path, config: dict[str, Any], rounds: int, tensor: int) -> lis
         for name in ("checkpoint", "back"):
             shutil.rmtree(root / name)
     return [
-        Measured(action, statistics.median(run.seconds for run in runs), size, max(run.peak_bytes for run in runs))
+        Measured(
+            action,
+            statistics.median(run.seconds for run in runs),
+            statistics.median(run.cpu_seconds for run in runs),
+            size,
+            max(run.peak_bytes for run in runs),
+        )
         for action, runs in found.items()
     ]
 
@@ -204,9 +211,10 @@ def as_dict(measured: Sequence[Measured], projections: Sequence[Projection]) -> 
 def table(measured: Sequence[Measured], projections: Sequence[Projection], largest: int) -> str:
     """What is printed for people."""
     copy = measured[0].seconds
-    lines = ["measured   seconds    MB/s  x copy  peak MiB  x largest parameter"]
+    lines = ["measured   seconds    MB/s  x copy   cpu s  peak MiB  x largest parameter"]
     lines += [
         f"{item.action:<9} {item.seconds:>8.1f} {item.rate / 1e6:>7.0f} {item.seconds / copy:>7.2f} "
+        f"{item.cpu_seconds:>7.1f} "
         f"{item.peak_bytes / MIB:>9.0f} {item.peak_bytes / largest:>20.1f}"
         for item in measured
     ]

@@ -23,6 +23,7 @@ def problems(config: RunConfig) -> list[str]:
     found = [
         *_parallel(config),
         *_algorithm(config),
+        *_generation(config),
         *_training(config),
         *_rollout(config),
         *_replay(config),
@@ -151,6 +152,22 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
             yield 'algorithm.base_ess_ratio = "auto": needs staleness.lag = "bounded"; give a number for "exact"'
     elif not 0 < base <= 1:
         yield f'algorithm.base_ess_ratio = {base}: must be "auto" or a number above 0 and at most 1'
+
+
+def _generation(config: RunConfig) -> Iterator[str]:
+    """Policies that decide what is sampled need a run that decides it as it goes."""
+    if config.rollout.engine == "replay":
+        why = 'rollout.engine = "replay" trains on what was recorded'
+    elif config.staleness.lag == "exact":
+        why = 'staleness.lag = "exact" fixes its batches before they are sampled'
+    else:
+        return
+    if config.train.drop_zero_variance:
+        yield f"train.drop_zero_variance = true: {why}; set it to false"
+    if config.staleness.adaptive:
+        yield f"staleness.adaptive = true: {why}; set it to false"
+    if config.rollout.on_failure == "resample":
+        yield f'rollout.on_failure = "resample": {why}; set it to "drop"'
 
 
 def _opob_mode(config: RunConfig) -> Iterator[str]:

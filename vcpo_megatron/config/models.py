@@ -118,6 +118,9 @@ class TrainConfig(Section):
     group_size: int = Field(8, gt=0)
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 turns them off")
     seed: int = Field(0, ge=0)
+    drop_zero_variance: bool = Field(
+        False, description="groups whose rewards are all equal are dropped and replaced by the next prompt"
+    )
     max_pack_tokens: int = Field(4096, gt=0, description="tokens of one packed micro-batch")
 
 
@@ -134,6 +137,13 @@ class RolloutConfig(Section):
     max_running_requests: int = Field(128, gt=0, description="sequences that a server decodes together")
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
     max_restarts: int = Field(0, ge=0)
+    on_failure: Literal["drop", "resample"] = Field(
+        "drop", description="a failed trajectory ends its group, or another sample takes its place"
+    )
+    max_prompt_failures: int = Field(3, ge=1, description="a prompt that failed so often is set aside")
+    max_failure_ratio: float = Field(
+        0.5, gt=0, lt=1, description="of recent outcomes; more failures end the run with the commonest"
+    )
     request_timeout_s: float = Field(600.0, gt=0)
     start_timeout_s: float = Field(300.0, gt=0)
     sync_timeout_s: float = Field(300.0, gt=0)
@@ -155,11 +165,20 @@ class StalenessConfig(Section):
         gt=0,
         description="wait for a trajectory at the bound before it is dropped; an evaluation's sample has as long",
     )
+    adaptive: bool = Field(False, description="admit fewer versions ahead while the ESS ratio is below adaptive_ess")
+    adaptive_ess: float = Field(0.5, gt=0, lt=1, description="ESS ratio that adaptive staleness keeps")
 
 
 class CheckpointConfig(Section):
     every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end and on a signal")
-    keep_last: int = Field(3, ge=1)
+    keep_last: int = Field(3, ge=1, description="newest complete checkpoints that are kept")
+    keep_rollouts: int | None = Field(
+        None, ge=0, description="steps whose rollouts keep their tokens in rollouts.sqlite; default: all"
+    )
+    resume_partial: bool = Field(
+        True, description="groups in flight go on with what they have when a run is resumed, else they are sampled anew"
+    )
+    keep_best: bool = Field(True, description="keep the checkpoint of the highest held-out accuracy, too")
 
 
 class LaunchConfig(Section):

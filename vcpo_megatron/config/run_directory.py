@@ -6,6 +6,8 @@
       rollouts.sqlite          every group and trajectory (opened by the orchestrator alone)
       checkpoints/step_N/      Megatron distributed checkpoint + manifest.json, written last
       checkpoints/latest       text file "step_N", replaced atomically
+      checkpoints/best         the same for the complete checkpoint of the highest held-out accuracy
+      checkpoints/abandoned/   checkpoints newer than the one that a user went back to
       logs/ROLE.RANK.log       stdout and stderr of every process
       tensorboard/
 """
@@ -16,6 +18,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,8 +160,33 @@ class RunDirectory:
         write_atomically(folder / MANIFEST, manifest.model_dump_json(indent=1))
         write_atomically(self.checkpoints / "latest", f"step_{step}\n")
 
-    def prune(self, keep_last: int) -> None:
-        """Remove all but the newest ``keep_last`` complete checkpoints."""
-        for step in self.complete_steps()[:-keep_last]:
-            (self.checkpoint(step) / MANIFEST).unlink()  # no longer complete before it is no longer whole
-            shutil.rmtree(self.checkpoint(step))
+    def mark_best(self, accuracy: Mapping[int, float]) -> int | None:
+        """Point ``best`` to the complete checkpoint of the highest ``accuracy`` (by step); None when none is known."""
+        known = [(accuracy[step], step) for step in self.complete_steps() if step in accuracy]
+        if not known:
+            return None
+        _, best = max(known)
+        write_atomically(self.checkpoints / "best", f"step_{best}\n")
+        return best
+
+    def prune(self, keep_last: int, keep: Collection[int] = ()) -> None:
+        """Remove all but the newest ``keep_last`` complete checkpoints and those in ``keep``, and what interrupted
+        saves left behind before them."""
+        complete = self.complete_steps()
+        kept = {*complete[-keep_last:], *keep}
+        for step in self._steps():
+            if complete and step < complete[-1] and step not in kept:
+                (self.checkpoint(step) / MANIFEST).unlink(missing_ok=True)  # not complete before it is not whole
+                shutil.rmtree(self.checkpoint(step))
+
+    def abandon_after(self, step: int, attempt: int) -> list[int]:
+        """Move every checkpoint newer than ``step`` to ``checkpoints/abandoned``: the run goes on from ``step``, and
+        they are of another future. Returns their steps."""
+        newer = [other for other in self._steps() if other > step]
+        folder = self.checkpoints / "abandoned" / f"attempt_{attempt}"
+        for other in newer:
+            folder.mkdir(parents=True, exist_ok=True)
+            os.replace(self.checkpoint(other), folder / f"step_{other}")
+        if newer:
+            write_atomically(self.checkpoints / "latest", f"step_{step}\n")
+        return newer

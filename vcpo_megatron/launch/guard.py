@@ -52,7 +52,7 @@ def _marked(mark: bytes) -> list[int]:
 
 def main() -> None:
     """First line of standard input: the mark. Then "done" at an orderly end, or nothing."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)  # a signal to all processes must not end the guard first
     mark = sys.stdin.buffer.readline().rstrip(b"\n")
     rest = sys.stdin.buffer.read()

@@ -6,7 +6,7 @@
 
 Exit codes: 0 done; 1 failed, with one line on standard error; 2 a process refused the configuration; 128 + N
 stopped by signal N (SIGINT 130, SIGTERM 143, SIGHUP 129): after a checkpoint on the first signal, at once on the
-second.
+second. 138: stopped by SIGUSR1, a batch system's warning, or by ``Options.max_hours``, after a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..config.load import dump_resolved
 from ..config.models import RunConfig
@@ -42,11 +43,22 @@ def module_command(process: Process) -> Sequence[str]:
     return (sys.executable, "-m", MODULES[process.role])
 
 
-def run(config: RunConfig, directory: RunDirectory, *, resume: bool, command: Command = module_command) -> int:
+@dataclass(frozen=True)
+class Options:
+    """``resume`` continues from the complete checkpoint ``from_step``, by default the newest one, or from the start
+    when there is none. ``max_hours``: the run is stopped after so long, with a checkpoint."""
+
+    resume: bool = False
+    from_step: int | None = None
+    max_hours: float | None = None
+
+
+def run(
+    config: RunConfig, directory: RunDirectory, options: Options = Options(), *, command: Command = module_command
+) -> int:
     """Run ``config`` in ``directory`` to its end and return the exit code for the shell; see the module.
 
-    ``resume`` continues from the newest complete checkpoint, or from the start when there is none. Call it from
-    the main thread. ``command`` makes the command line of a process (tests start small stand-ins).
+    Call it from the main thread. ``command`` makes the command line of a process (tests start small stand-ins).
     """
     directory = RunDirectory(directory.path.resolve())
     try:
@@ -54,7 +66,7 @@ def run(config: RunConfig, directory: RunDirectory, *, resume: bool, command: Co
         ports = choose_ports(plan)  # before anything is written: a port in use leaves no trace
         workspace.prepare(directory)
         with workspace.locked(directory):
-            return _run_locked(config, directory, resume, command, plan, ports)
+            return _run_locked(config, directory, options, command, plan, ports)
     except (workspace.RunDirectoryError, PortError, PlacementError) as error:
         _complain(str(error))
         return 1
@@ -66,11 +78,11 @@ def run(config: RunConfig, directory: RunDirectory, *, resume: bool, command: Co
 
 
 def _run_locked(
-    config: RunConfig, directory: RunDirectory, resume: bool, command: Command, plan: Plan, ports: Ports
+    config: RunConfig, directory: RunDirectory, options: Options, command: Command, plan: Plan, ports: Ports
 ) -> int:
-    if not resume:
+    if not options.resume:
         workspace.refuse_used(directory)
-    context = _context(directory, ports, resume)
+    context = _context(directory, ports, options)
     write_atomically(directory.resolved, dump_resolved(config))
     progress = Progress(config.train.steps, first_step=context.resume_step or 0)
     follower = JsonlFollower(directory.metrics)
@@ -86,24 +98,29 @@ def _run_locked(
     with caught_signals() as signals, no_orphans(), _guarded(context.token), contextlib.closing(progress):
         children = [_start(process, plan, ports, context, command) for process in (plan.orchestrator, *plan.learners)]
         supervisor = Supervisor(
-            children, signals, timeout_s=config.launch.timeout_s, watch=watch, say=progress.say
-        )
+            children, signals, timeout_s=config.launch.timeout_s, max_hours=options.max_hours, watch=watch,
+            say=progress.say,
+        )  # fmt: skip
         ending = supervisor.run()
         watch()
     _report(ending, config, directory)
     return ending.exit_code
 
 
-def _context(directory: RunDirectory, ports: Ports, resume: bool) -> ProcessContext:
-    step = workspace.newest_checkpoint(directory) if resume else None
-    if resume:
-        for damaged in workspace.skipped_checkpoints(directory):
+def _context(directory: RunDirectory, ports: Ports, options: Options) -> ProcessContext:
+    step = workspace.chosen_checkpoint(directory, options.from_step) if options.resume else None
+    attempt = workspace.next_attempt(directory)
+    if options.resume:
+        for damaged in workspace.skipped_checkpoints(directory) if options.from_step is None else ():
             print(f"vcpo: warning: {damaged} and is skipped", file=sys.stderr, flush=True)
         where = "no complete checkpoint yet: starting at step 0" if step is None else f"resuming from step_{step}"
         print(f"{directory.path}: {where}", flush=True)
+    if step is not None and (left := directory.abandon_after(step, attempt)):
+        names = ", ".join(f"step_{other}" for other in left)
+        print(f"newer checkpoints, now in checkpoints/abandoned/attempt_{attempt}: {names}", flush=True)
     return ProcessContext(
         run_dir=directory.path,
-        attempt=workspace.next_attempt(directory),
+        attempt=attempt,
         resume_step=step,
         token=secrets.token_hex(16),
         control=f"tcp://{HOST}:{ports.control}",

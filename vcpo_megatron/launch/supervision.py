@@ -6,6 +6,9 @@
                 ``timeout_s`` after a signal or after a learner rank's orderly end
     unblocked by  any process's death, a second signal
 
+SIGUSR1 is a batch system's warning that time is nearly over, and ``Supervisor``'s time limit is the same from within:
+a stop like that of SIGTERM. It is no first signal: the SIGTERM that follows it does not cut the checkpoint short.
+
 Whatever the ending, nothing started here is alive when ``Supervisor.run`` returns: process groups get SIGKILL, and
 what left its group is found among this process's descendants. The kernel hands orphans to the nearest ancestor
 that asked for them (PR_SET_CHILD_SUBREAPER), so descendants cannot escape by losing their parent.
@@ -37,7 +40,7 @@ ORIGIN_S = 15.0
 _KILL_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass
@@ -95,7 +98,7 @@ def _signal_name(number: int) -> str:
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """A list that grows by each SIGINT, SIGTERM and SIGHUP; the former handlers come back at the end.
+    """A list that grows by each SIGINT, SIGTERM, SIGHUP and SIGUSR1; the former handlers come back at the end.
 
     Once a signal has come they do not: the process is about to exit with that signal's code, and another signal
     while it says so must not change it.
@@ -138,14 +141,18 @@ def _kill_descendants(*, except_for: set[int]) -> None:
 
 
 class Supervisor:
-    """Follows one orchestrator and its learner ranks. ``watch`` is called at every poll (progress, for one)."""
+    """Follows one orchestrator and its learner ranks. ``watch`` is called at every poll (progress, for one).
+
+    ``max_hours``: time after which the run is stopped as by SIGUSR1; ``signals`` then gets one.
+    """
 
     def __init__(
         self,
         children: Sequence[Child],
-        signals: Sequence[int],
+        signals: list[int],
         *,
         timeout_s: float,
+        max_hours: float | None = None,
         watch: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
@@ -157,6 +164,9 @@ class Supervisor:
         self._watch = watch
         self._say = say
         self._stop_asked_at: float | None = None
+        self._max_hours = max_hours
+        self._started_at = time.monotonic()
+        self._time_is_over = False
 
     def run(self) -> Ending:
         """Block until the run is decided; then everything is dead."""
@@ -168,8 +178,9 @@ class Supervisor:
     def _follow(self) -> Ending:
         while True:
             self._poll()
-            if len(self._signals) > 1:
+            if self._is_urgent():
                 return self._killed()
+            self._look_at_the_clock()
             if self._signals and self._stop_asked_at is None:
                 self._ask_to_stop()
             if any(self._failed(child) for child in self._children):
@@ -194,14 +205,26 @@ class Supervisor:
 
     # --- signals ---
 
+    def _is_urgent(self) -> bool:
+        """Whether a second signal was sent; a warning is none."""
+        return len([number for number in self._signals if number != signal.SIGUSR1]) > 1
+
+    def _look_at_the_clock(self) -> None:
+        if self._max_hours is not None and not self._signals:
+            self._time_is_over = time.monotonic() - self._started_at > 3600 * self._max_hours
+            if self._time_is_over:
+                self._signals.append(signal.SIGUSR1)
+
     def _ask_to_stop(self) -> None:
         """To the orchestrator alone, not its group: environments go on until the current step has ended."""
         self._stop_asked_at = time.monotonic()
-        self._say(f"{_signal_name(self._signals[0])}: stopping after the current step; once more: stop at once")
+        self._say(f"{self._stopped()}: stopping after the current step; once more: stop at once")
         if self._orchestrator.exit_code is None:
             self._orchestrator.process.send_signal(signal.SIGTERM)
 
     def _stopped(self) -> str | None:
+        if self._time_is_over:
+            return f"--max-hours {self._max_hours:g}"
         return _signal_name(self._signals[0]) if self._signals else None
 
     def _killed(self) -> Ending:
@@ -229,7 +252,7 @@ class Supervisor:
         deadline = time.monotonic() + min(LEARNER_GRACE_S, self._timeout_s)
         if self._orchestrator.exit_code != 0:
             deadline = 0.0  # stopped before it had told the learner anything
-        while time.monotonic() < deadline and len(self._signals) < 2 and self._alive(self._learners):
+        while time.monotonic() < deadline and not self._is_urgent() and self._alive(self._learners):
             time.sleep(POLL_S)
             self._poll()
         late = self._alive(self._learners) if deadline else []
@@ -242,7 +265,7 @@ class Supervisor:
     def _failure(self) -> Ending:
         """Name the process that failed first, not one that failed because of it."""
         deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline and len(self._signals) < 2 and self._alive(self._children):
+        while time.monotonic() < deadline and not self._is_urgent() and self._alive(self._children):
             time.sleep(POLL_S)
             self._poll()
         culprit = min((child for child in self._children if self._failed(child)), key=_blame)

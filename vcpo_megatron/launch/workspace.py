@@ -95,6 +95,19 @@ def newest_checkpoint(directory: RunDirectory) -> int | None:
     return steps[-1] if steps else None
 
 
+def chosen_checkpoint(directory: RunDirectory, wanted: int | None) -> int | None:
+    """``wanted``, which must be complete, or by default the newest complete one; None when there is none."""
+    steps = directory.complete_steps()
+    if wanted is None:
+        return steps[-1] if steps else None
+    if wanted not in steps:
+        complete = ", ".join(f"step_{step}" for step in steps) or "none"
+        raise RunDirectoryError(
+            f"--from-step {wanted}: {directory.checkpoint(wanted)} is no complete checkpoint; complete are: {complete}"
+        )
+    return wanted
+
+
 def skipped_checkpoints(directory: RunDirectory) -> list[str]:
     """One phrase for each damaged checkpoint that is newer than the newest complete one.
 

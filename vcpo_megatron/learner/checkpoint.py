@@ -1,29 +1,36 @@
 """Checkpoints of the learner: Megatron's distributed checkpoint, and a manifest that says it is whole.
 
 The format is free of the layout: a checkpoint saved with one tensor, pipeline and data-parallel split
-is read with another. A directory without manifest is what an interrupted save left behind; it is
-never read and is overwritten by the next save of the same step.
+is read with another. ``start`` copies the state and returns, ``finished`` completes it when every rank has
+written; training goes on between the two. A directory without manifest is what an interrupted save left
+behind; it is never read and is overwritten by the next save of the same step.
+
+Random number generators belong to ranks, not to the model: they are restored when the layout is the one that
+saved them. Nothing in a step draws from them (there is no dropout), so another layout loses nothing by it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import queue
 import shutil
+import time
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 
 from ..config.models import RunConfig
 from ..config.run_directory import Manifest, RunDirectory
 from ..types import PolicyVersion
+from . import rng
 from .checkpoint_errors import CheckpointError, reading, writing
 from .distributed_optimizer import finish_loading, prepare_to_load
 from .model import padded_vocabulary
 from .parallel import Parallel
+from .saving import BackgroundSave, write_by_threads
 from .step_size import EssState
 from .training import Trainable
 
@@ -32,20 +39,36 @@ from .training import Trainable
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint that is being written, and the manifest that will complete it."""
+
+    manifest: Manifest
+    save: BackgroundSave
+    started: float
+
+
 class Checkpoints:
-    """Saves and loads; collective over all ranks."""
+    """Saves and loads; every method is collective over all ranks."""
 
     def __init__(self, config: RunConfig, directory: RunDirectory, parallel: Parallel, trainable: Trainable) -> None:
         self._config = config
         self._directory = directory
         self._parallel = parallel
         self._trainable = trainable
-        # Saving is synchronous, so the writers' results need no queue between processes. Megatron's own
-        # would start a manager process that outlives a killed rank.
-        filesystem_async._results_queue = queue.Queue()
+        self._saving: _Saving | None = None
+        write_by_threads()
 
-    def save(self, step: int, version: PolicyVersion, ess: EssState, orchestrator: dict[str, Any]) -> None:
-        """Write checkpoint ``step`` and make it the latest; older ones beyond ``keep_last`` are removed."""
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._saving is not None
+
+    def start(self, step: int, version: PolicyVersion, ess: EssState, orchestrator: dict[str, Any]) -> None:
+        """Begin to write checkpoint ``step`` as the state is now. One at a time."""
+        if self._saving is not None:
+            raise CheckpointError(f"checkpoint {self._saving.manifest.step} is still being written")
+        started = time.perf_counter()
         path = self._directory.checkpoint(step)
         if self._parallel.rank == 0:
             shutil.rmtree(path, ignore_errors=True)
@@ -53,21 +76,34 @@ class Checkpoints:
                 path.mkdir(parents=True)
         self._barrier()
         with writing(path):
-            dist_checkpointing.save(self._state(loading=False), str(path))
-        self._barrier()
-        if self._parallel.rank == 0:
-            learner = {
-                "ess": dataclasses.asdict(ess),
-                "schedule_steps": self._trainable.schedule.num_steps,
-                "model": self._model_facts(),
-            }
-            with writing(path):
-                self._directory.complete(
-                    step,
-                    Manifest(step=step, attempt=version.attempt, version_number=version.number, learner=learner,
-                             orchestrator=orchestrator),
-                )  # fmt: skip
-            self._directory.prune(self._config.checkpoint.keep_last)
+            request = dist_checkpointing.save(self._state(loading=False), str(path), async_sharded_save=True)
+            rng.save(path / "rng", self._parallel.rank)  # later: Megatron takes a folder with content for torn
+        learner = {
+            "ess": dataclasses.asdict(ess),
+            "schedule_steps": self._trainable.schedule.num_steps,
+            "model": self._model_facts(),
+            "layout": self._layout(),
+        }
+        manifest = Manifest(step=step, attempt=version.attempt, version_number=version.number, learner=learner,
+                            orchestrator=orchestrator)  # fmt: skip
+        self._saving = _Saving(manifest, BackgroundSave(request), started)
+
+    def finished(self, *, wait: bool = False) -> tuple[int, float] | None:
+        """(step, seconds) when the checkpoint that was started is complete now, else None."""
+        if self._saving is None or not (wait or self._written_everywhere(self._saving.save)):
+            return None
+        saving, self._saving = self._saving, None
+        with writing(self._directory.checkpoint(saving.manifest.step)):
+            saving.save.finish()
+            self._barrier()
+            if self._parallel.rank == 0:
+                self._directory.complete(saving.manifest.step, saving.manifest)
+        return saving.manifest.step, time.perf_counter() - saving.started
+
+    def _written_everywhere(self, save: BackgroundSave) -> bool:
+        written = torch.tensor([int(save.written)])
+        dist.all_reduce(written, op=dist.ReduceOp.MIN, group=self._parallel.command_group)
+        return bool(written.item())
 
     def load(self, step: int) -> EssState:
         """Restore parameters, optimizer and schedule from the complete checkpoint ``step``."""
@@ -87,6 +123,8 @@ class Checkpoints:
         self._trainable.optimizer.load_state_dict(state["optimizer"])
         finish_loading(self._trainable.optimizer)
         self._trainable.schedule.num_steps = manifest.learner["schedule_steps"]
+        if manifest.learner.get("layout") == self._layout():
+            rng.load(self._directory.checkpoint(step) / "rng", self._parallel.rank)
         return EssState(**manifest.learner["ess"])
 
     def _state(self, *, loading: bool) -> dict[str, Any]:
@@ -112,6 +150,10 @@ class Checkpoints:
             # Megatron then keeps a second optimizer, and stores the two in another structure than one
             "parallel.expert > 1": self._config.parallel.expert > 1,
         }
+
+    def _layout(self) -> dict[str, int]:
+        """What gives a rank its place."""
+        return {"world": self._parallel.world_size, **self._config.parallel.model_dump()}
 
     def _barrier(self) -> None:
         dist.barrier(group=self._parallel.command_group)

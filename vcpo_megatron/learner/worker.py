@@ -8,7 +8,8 @@ The loop (all ranks)    consumes: commands      produces: StepDone, WeightsReady
                         silent orchestrator never lets a collective run into its deadline)
 
 Weights of every version go out right after the step; the next ones wait until the orchestrator has
-taken over the last (SyncDone), which bounds memory to one set.
+taken over the last (SyncDone), which bounds memory to one set. A checkpoint is written by a thread while further
+commands are served; it is looked after between commands.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ from .weights import WeightGatherer
 
 #: Seconds after which rank 0, without a command, lets the other ranks pass through their collective.
 IDLE_S = 2.0
+#: The same while a checkpoint is being written, so that its end is seen soon.
+SAVING_S = 0.1
 
 
 class Worker:
@@ -83,6 +86,7 @@ class Worker:
         self._publish_weights()
         while True:
             self._now(f"idle at version {self._version}, waits for a batch")
+            self._look_after_checkpoint()
             match self._next_command():
                 case BatchReady(batch):
                     self._now(f"trains step {batch.step}")
@@ -91,14 +95,14 @@ class Worker:
                     self._say(StepDone(result))
                     self._publish_weights()
                 case Checkpoint(step, state):
-                    self._now(f"saves checkpoint {step}")
-                    started = time.perf_counter()
-                    self._checkpoints.save(step, self._version, self._step.ess_state, state)
-                    self._say(CheckpointDone(step, time.perf_counter() - started))
+                    self._now(f"copies its state for checkpoint {step}")
+                    self._look_after_checkpoint(wait=True)
+                    self._checkpoints.start(step, self._version, self._step.ess_state, state)
                 case Probe(tokens):
                     logprobs = score_tokens(self._trainable, self._parallel, tokens)
                     self._say(ProbeResult(logprobs))
                 case Stop():
+                    self._look_after_checkpoint(wait=True)
                     return
                 case Heartbeat():
                     pass
@@ -106,6 +110,11 @@ class Worker:
                     raise ControlError(f"{ENDED_BY_ORCHESTRATOR}{message}")
                 case other:
                     raise ControlError(f"the learner cannot serve {type(other).__name__}")
+
+    def _look_after_checkpoint(self, *, wait: bool = False) -> None:
+        """Complete the checkpoint that is being written when every rank has written its part."""
+        if self._checkpoints.busy and (done := self._checkpoints.finished(wait=wait)) is not None:
+            self._say(CheckpointDone(*done))
 
     # --- control ------------------------------------------------------------------------------
 
@@ -131,7 +140,8 @@ class Worker:
         assert self._control is not None
         if self._inbox:
             return self._inbox.popleft()
-        while (message := self._control.receive(IDLE_S)) is not None:
+        idle_s = SAVING_S if self._checkpoints.busy else IDLE_S
+        while (message := self._control.receive(idle_s)) is not None:
             self._heard = time.monotonic()
             if not self._note_sync(message):
                 return message

@@ -91,6 +91,7 @@ METRICS: Mapping[str, Metric] = {
     "staleness/mean": Metric("learner version at use - oldest version that sampled a token", "versions", "mean"),
     "staleness/p95": Metric("95th percentile of the staleness, nearest rank", "versions", "p95"),
     "staleness/max": Metric("largest staleness", "versions", "max"),
+    "staleness/admitted": Metric("lag that may be admitted now; only with staleness.adaptive", "versions"),
     "rollouts/generated": Metric("trajectories admitted", "trajectories"),
     "rollouts/queued": Metric("trajectories admitted and not ended", "trajectories"),
     "rollouts/trained": Metric("trajectories trained on", "trajectories"),

@@ -23,7 +23,7 @@ from ..rollout.client import ServerError, ServerUnavailable
 from ..rollout.fleet import Changes, FleetError
 from ..rollout.protocol import ProtocolError
 from ..transport.control import ControlError, ControlServer
-from .generation import one_line
+from .failures import one_line
 from .loop import Controller, Parts
 from .replay import open_recorded, recorded_steps
 from .servers import make_fleet

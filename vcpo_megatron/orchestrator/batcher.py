@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..types import Batch, Group, Trajectory
+from .pacing import Pacer
 from .staleness import Candidate, StalenessBound
 from .store import ResumePlan
 
@@ -46,16 +47,22 @@ class Poll:
 
 @dataclass
 class _Live:
-    """A group that is admitted and has not ended. ``since``: when it was admitted, on the batcher's clock."""
+    """A group that is admitted and has not ended. ``since``: when it was admitted, on the batcher's clock;
+    ``expected``: the sample indices that it consists of."""
 
     prompt_id: str
     version: int
     since: float
+    expected: set[int]
     members: dict[int, Trajectory] = field(default_factory=dict)
 
-    def candidate(self, group_id: int, size: int) -> Candidate:
+    @property
+    def complete(self) -> bool:
+        return self.members.keys() == self.expected
+
+    def candidate(self, group_id: int) -> Candidate:
         versions = [trajectory.oldest_version for trajectory in self.members.values()]
-        complete = len(versions) == size
+        complete = self.complete
         # What is not in yet may hold a token as old as the version at admission.
         return Candidate(group_id, min(versions) if complete else min([self.version, *versions]), complete)
 
@@ -67,6 +74,7 @@ class Batcher:
     """Live groups of a run whose learner is at ``version``.
 
     wait_s: how long the learner stands still for a group that is due before the group is dropped.
+    pacer: lowers the bound of admission while the data is too far off-policy.
     clock: seconds, monotonic.
     """
 
@@ -77,11 +85,13 @@ class Batcher:
         *,
         wait_s: float,
         version: int = 0,
+        pacer: Pacer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bound = bound
         self._group_size = group_size
         self._wait_s = wait_s
+        self._pacer = pacer
         self._version = version
         self._clock = clock
         self._live: dict[int, _Live] = {}
@@ -106,30 +116,52 @@ class Batcher:
         self._version = plan.step
         for group in plan.buffer:
             self.admit(group.group_id, group.prompt_id, group.oldest_version)
+            self._live[group.group_id].expected = {member.sample_index for member in group.trajectories}
             for trajectory in group.trajectories:
+                self.add(trajectory)
+        for partial in plan.partial:
+            self.admit(partial.group_id, partial.prompt_id, partial.version)
+            stored = [trajectory.sample_index for trajectory in partial.trajectories]
+            self._live[partial.group_id].expected = {*stored, *partial.missing}
+            for trajectory in partial.trajectories:
                 self.add(trajectory)
 
     # --- groups come and go -------------------------------------------------------------------
 
     def may_admit(self, loaded_version: int) -> bool:
         """Whether one more group may start on a server that has ``loaded_version`` loaded."""
-        return self._bound.may_admit(self.active_groups, loaded_version)
+        bound = self._bound if self._pacer is None else replace(self._bound, max_staleness=self._pacer.lag)
+        return bound.may_admit(self.active_groups, loaded_version)
 
     def admit(self, group_id: int, prompt_id: str, loaded_version: int) -> None:
         """A group starts on a server that has ``loaded_version`` loaded. Ask ``may_admit`` first."""
         if group_id in self._live:
             raise ValueError(f"group {group_id} is admitted already")
-        self._live[group_id] = _Live(prompt_id, loaded_version, self._clock())
+        self._live[group_id] = _Live(prompt_id, loaded_version, self._clock(), set(range(self._group_size)))
 
     def add(self, trajectory: Trajectory) -> bool:
         """A trajectory is finished. False, and nothing changes: its group has ended before."""
         live = self._live.get(trajectory.group_id)
         if live is None:
             return False
-        if trajectory.sample_index in live.members or not 0 <= trajectory.sample_index < self._group_size:
-            raise ValueError(f"trajectory {trajectory.uid} came twice, or its group has {self._group_size} samples")
+        if trajectory.sample_index in live.members or trajectory.sample_index not in live.expected:
+            raise ValueError(f"trajectory {trajectory.uid} came twice, or its group waits for {sorted(live.expected)}")
         live.members[trajectory.sample_index] = trajectory
         return True
+
+    def replace(self, group_id: int, sample_index: int) -> int | None:
+        """A member failed: the sample index of the one that is expected in its place. None: its group has ended."""
+        live = self._live.get(group_id)
+        if live is None:
+            return None
+        replacement = max(live.expected) + 1
+        live.expected = live.expected - {sample_index} | {replacement}
+        return replacement
+
+    def complete_group(self, group_id: int) -> Group | None:
+        """A live group whose members are all in; None for any other."""
+        live = self._live.get(group_id)
+        return live.group(group_id) if live is not None and live.complete else None
 
     def remove(self, group_id: int) -> bool:
         """A group was dropped or has failed: its place is free. False: it had ended before."""
@@ -185,8 +217,8 @@ class Batcher:
 
     def missing(self, group_id: int) -> tuple[int, ...]:
         """Sample indices of a live group that are not in yet."""
-        members = self._live[group_id].members
-        return tuple(sample for sample in range(self._group_size) if sample not in members)
+        live = self._live[group_id]
+        return tuple(sorted(live.expected - live.members.keys()))
 
     def describe(self) -> str:
         """One line for the watchdog: who waits for whom. Changes nothing."""
@@ -206,7 +238,7 @@ class Batcher:
     # --- internals ----------------------------------------------------------------------------
 
     def _candidates(self) -> list[Candidate]:
-        return [live.candidate(group_id, self._group_size) for group_id, live in self._live.items()]
+        return [live.candidate(group_id) for group_id, live in self._live.items()]
 
     def _left(self, group_id: int, now: float) -> float:
         """Seconds the learner will still stand still for a group; a group admitted later gets its full time."""

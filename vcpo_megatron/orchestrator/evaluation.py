@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from ..environments.base import Environment, Example
 from ..rollout.agent_loop import run_episode
 from ..rollout.fleet import Fleet, Server
-from .generation import SamplingRules, one_line
+from .failures import one_line
+from .generation import SamplingRules
 from .rows import MetricsLog
 from .tasks import cancel
 from .weight_sync import WeightSync

@@ -32,7 +32,8 @@ from ..rollout.protocol import GenerateResult, ProtocolError, SamplingParams
 from ..transport.control import WeightsReady
 from ..types import Batch, Group, StepResult, Trajectory
 from .evaluation import EVALUATION_GROUP, mean_reward
-from .generation import Cursor, SamplingRules, one_line
+from .failures import one_line
+from .generation import Cursor, SamplingRules
 from .recorder import Recorder, record_whole
 from .store import ResumePlan
 from .tasks import RunError, StopRequest, run_all, run_beside
@@ -226,6 +227,7 @@ class ExactRun:
         await self._trainer.checkpoint()
         if self._steps in self._evaluate and not self._stop.made:
             await self._evaluation(self._steps)
+        await self._trainer.tidy()
 
     async def _stage(self, step: int) -> None:
         started = time.monotonic()

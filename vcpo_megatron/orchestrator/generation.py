@@ -1,31 +1,35 @@
 """Bounded lag: groups are admitted, sampled, stored, and handed to the batcher.
 
 ``Generation.run``   consumes: the data cursor             produces: trajectories in store and batcher
-                     waits for: a slot of the staleness bound on a serving server with room for a group
-                     unblocked by: ``Fleet.loaded`` (a newer version), a finished trajectory, an ended group
+                     waits for: a slot of the staleness bound on a serving server with room for a group, and for a
+                     disk that takes writes
+                     unblocked by: ``Fleet.loaded`` (a newer version), a finished trajectory, an ended group, the
+                     recorder
 ``_sample``          one task a trajectory; waits for the environment and for ``Lease.generate``, then for the disk
 
-A trajectory counts only once it is on disk. One that fails is counted with its reason and ends its group; the run
-goes on, unless nothing but failures comes: then the commonest reason ends it.
+A trajectory counts only once it is on disk. One that fails is counted with its reason. By ``GenerationRules`` its
+group then ends, and its prompt is sampled again, or the group goes on with another sample in its place; a prompt that
+keeps failing is set aside, by name. The run goes on until failures prevail: then the commonest reason ends it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import bisect
-import re
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..environments.base import Environment, Example
-from ..rollout.agent_loop import run_episode
+from ..rollout.agent_loop import EpisodeError, run_episode
 from ..rollout.fleet import Fleet, Lease
 from ..rollout.protocol import SamplingParams
-from ..types import Batch, Trajectory
+from ..types import Batch, Group, Trajectory
 from .batcher import Batcher
+from .failures import FailureWindow, PromptFailures, one_line
 from .recorder import Recorder
-from .store import RolloutStore
+from .store import PartialGroup, ResumePlan, RolloutStore
+from .store_records import problem_of
+from .store_schema import ZERO_VARIANCE
 from .tasks import RunError, cancel
 
 
@@ -63,46 +67,22 @@ class SamplingRules:
     context_length: int
 
 
-def one_line(error: BaseException) -> str:
-    """An exception as the one line that counts it."""
-    text = " ".join(str(error).split())
-    return (text or type(error).__name__)[:300]
-
-
-def kind_of(message: str) -> str:
-    """``message`` without what differs from one failure of a kind to the next: its numbers."""
-    return re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", message)
-
-
-class FailureCounter:
-    """Ends the run when ``limit`` groups fail in a row, without one complete group between them.
-
-    Failures may be quick and successes slow: the limit is above the number of groups in flight.
+@dataclass(frozen=True)
+class GenerationRules:
+    """``resample_failed``: a failed member is replaced, else it ends its group. ``drop_zero_variance``: a group whose
+    rewards are all equal is dropped as soon as it is complete; ``max_zero_variance``: so many in a row end the run.
+    ``total_groups``: no more than these are ever needed, so no more are admitted at a time.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._in_a_row: Counter[str] = Counter()
-        self._latest: dict[str, str] = {}  # message by kind
-
-    def success(self) -> None:
-        self._in_a_row.clear()
-        self._latest.clear()
-
-    def failure(self, error: BaseException) -> None:
-        """RunError with the commonest kind of the failures when there are too many in a row."""
-        message = one_line(error)
-        self._in_a_row[kind_of(message)] += 1
-        self._latest[kind_of(message)] = message
-        total = sum(self._in_a_row.values())
-        if total >= self._limit:
-            kind, count = self._in_a_row.most_common(1)[0]
-            raise RunError(f"{total} groups failed in a row, {count} of them with: {self._latest[kind]}")
+    group_size: int
+    total_groups: int
+    resample_failed: bool
+    drop_zero_variance: bool
+    max_zero_variance: int
 
 
 class Generation:
-    """``total_groups``: no more than these are ever needed, so no more are admitted at a time. ``positions``: data
-    positions of the groups that are in the batcher already, after a resume."""
+    """``plan``: where a resumed run goes on; its groups are in the batcher already."""
 
     def __init__(
         self,
@@ -111,61 +91,93 @@ class Generation:
         batcher: Batcher,
         recorder: Recorder,
         cursor: Cursor,
-        rules: SamplingRules,
+        sampling: SamplingRules,
+        rules: GenerationRules,
+        plan: ResumePlan,
         *,
-        group_size: int,
-        total_groups: int,
-        positions: Mapping[int, int],
-        failures: FailureCounter,
+        prompts: PromptFailures,
+        failures: FailureWindow,
     ) -> None:
         self._environment = environment
         self._fleet = fleet
         self._batcher = batcher
         self._recorder = recorder
         self._cursor = cursor
+        self._sampling = sampling
         self._rules = rules
-        self._group_size = group_size
-        self._total_groups = total_groups
+        self._partial = plan.partial
         self._groups: dict[int, _Group] = {}  # with something in flight
-        self._positions = dict(positions)  # of all live groups
+        self._positions = dict(plan.cursors)  # of all live groups
         self._tasks: set[asyncio.Future[None]] = set()
+        self._prompts = prompts
         self._failures = failures
+        self._equal_in_a_row = 0
         self._error: BaseException | None = None
+        # Groups that a crash came too early for: taken out here, before anyone can ask for a batch.
+        self._silent = [group.group_id for group in plan.buffer if self._is_silent(group)]
+        for group_id in self._silent:
+            batcher.remove(group_id)
+            self._positions.pop(group_id)
 
     async def run(self) -> None:
         """Admit groups until cancelled; cancels what is in flight then."""
         try:
+            for group_id in self._silent:
+                await self._drop_silent(group_id)
+            for partial in self._partial:
+                await self._go_on(partial)
             while True:
                 self._admit(await self._fleet.changes.until(self._room))
                 await asyncio.sleep(0)
         finally:
             await cancel(*self._tasks)
 
-    def _room(self) -> Lease | None:
-        """Places for a group on a server whose version the bound allows. Raises the error of a task, if any."""
+    async def _go_on(self, partial: PartialGroup) -> None:
+        """Sample what a group from before the resume still lacks."""
+        lease = await self._fleet.changes.until(lambda: self._lease(len(partial.missing)))
+        if partial.group_id in self._batcher.live_groups():
+            example = self._environment.train_example(self._positions[partial.group_id])
+            self._start(_Group(partial.group_id, example, lease), partial.missing)
+        else:
+            lease.release(lease.places)
+
+    def _lease(self, places: int, allowed: Callable[[int], bool] = lambda version: True) -> Lease | None:
+        """Places on a server. Raises the error of a task, if any."""
         if self._error is not None:
             raise self._error
-        if self._batcher.active_groups >= self._total_groups:
-            return None
-        return self._fleet.lease(self._group_size, allowed=self._batcher.may_admit)
+        return None if self._recorder.paused else self._fleet.lease(places, allowed=allowed)
+
+    def _room(self) -> Lease | None:
+        """Places for a group on a server whose version the bound allows."""
+        full = self._batcher.active_groups >= self._rules.total_groups
+        return self._lease(self._rules.group_size, lambda version: not full and self._batcher.may_admit(version))
 
     def _admit(self, lease: Lease) -> None:
-        group_id, position = self._cursor.take()
-        example = self._environment.train_example(position)
+        group_id, position, example = self._next()
         version = lease.server.version
         assert version is not None
-        group = _Group(group_id, example, lease)
-        self._groups[group_id] = group
         self._positions[group_id] = position
         self._batcher.admit(group_id, example.prompt_id, version.number)
-        size = self._group_size
+        size = self._rules.group_size
 
         def admit(store: RolloutStore) -> None:
             store.admit(group_id, example.prompt_id, position, size, version)
 
         # Handed in before any of its trajectories, so it is in the store before them; nobody needs to wait for it.
         self._follow(self._recorder.submit(admit))
-        for sample_index in range(size):
+        self._start(_Group(group_id, example, lease), range(size))
+
+    def _next(self) -> tuple[int, int, Example]:
+        """Group id, data position and example of the next group; prompts that were set aside are left out."""
+        while True:
+            group_id, position = self._cursor.take()
+            example = self._environment.train_example(position)
+            if not self._prompts.is_set_aside(example.prompt_id):
+                return group_id, position, example
+
+    def _start(self, group: _Group, samples: Iterable[int]) -> None:
+        self._groups[group.group_id] = group
+        for sample_index in samples:
             task = asyncio.create_task(self._sample(group, sample_index))
             group.tasks.add(task)
             self._follow(task)
@@ -181,36 +193,85 @@ class Generation:
         self._fleet.changes.notify()
 
     async def _sample(self, group: _Group, sample_index: int) -> None:
+        wanted: int | None = sample_index
         try:
-            trajectory = await run_episode(
-                group.lease.generate, self._environment, group.example,
-                group_id=group.group_id, sample_index=sample_index, sampling=self._rules.sampling,
-                context_length=self._rules.context_length, seed_for_turn=lambda turn: None,
-            )  # fmt: skip
-        except Exception as error:  # fault boundary: a trajectory fails, it is counted, the run goes on
-            await self._failed(group, sample_index, error)
-            return
+            while wanted is not None:
+                try:
+                    trajectory = await self._episode(group, wanted)
+                except Exception as error:  # fault boundary: a trajectory fails, it is counted, the run goes on
+                    wanted = await self._failed(group, wanted, error)
+                else:
+                    break
+            else:
+                return
         finally:
             group.lease.release()
         await self._store(group, trajectory)
 
+    async def _episode(self, group: _Group, sample_index: int) -> Trajectory:
+        trajectory = await run_episode(
+            group.lease.generate, self._environment, group.example,
+            group_id=group.group_id, sample_index=sample_index, sampling=self._sampling.sampling,
+            context_length=self._sampling.context_length, seed_for_turn=lambda turn: None,
+        )  # fmt: skip
+        if problem := problem_of(trajectory):
+            raise EpisodeError(f"prompt {group.example.prompt_id}, sample {trajectory.uid} {problem}")
+        return trajectory
+
     async def _store(self, group: _Group, trajectory: Trajectory) -> None:
         if await self._recorder.write(lambda store: store.add_trajectory(trajectory)):
             self._batcher.add(trajectory)
+            await self._completed(group.group_id)
         if group.group_id in self._groups and all(task.done() for task in group.tasks - {asyncio.current_task()}):
             del self._groups[group.group_id]
-            self._failures.success()
 
-    async def _failed(self, group: _Group, sample_index: int, error: Exception) -> None:
-        """Count one failure; the other members of the group are ended with it."""
-        if not self._batcher.remove(group.group_id):
+    async def _completed(self, group_id: int) -> None:
+        """If that was its last member: the group is a success; one without variance is dropped by choice."""
+        group = self._batcher.complete_group(group_id)
+        if group is None:
             return
-        reason = one_line(error)
-        print(f"trajectory {group.group_id}/{sample_index} failed: {reason}", flush=True)
-        self._cancel(group.group_id)
-        self._positions.pop(group.group_id, None)
-        await self._recorder.write(lambda store: store.fail(group.group_id, sample_index, reason))
+        self._failures.success()
+        if not self._is_silent(group):
+            self._equal_in_a_row = 0
+            return
+        self._batcher.remove(group_id)  # before anyone can take it: nothing was awaited since it became complete
+        self._positions.pop(group_id, None)
+        await self._drop_silent(group_id)
+
+    def _is_silent(self, group: Group) -> bool:
+        """Whether the group's rewards are all equal, and such groups are dropped."""
+        return self._rules.drop_zero_variance and len({member.reward for member in group.trajectories}) == 1
+
+    async def _drop_silent(self, group_id: int) -> None:
+        self._equal_in_a_row += 1
+        await self._recorder.write(lambda store: store.drop(group_id, ZERO_VARIANCE))
+        if self._equal_in_a_row >= self._rules.max_zero_variance:
+            raise RunError(
+                f"{self._equal_in_a_row} groups in a row had equal rewards and were dropped: there is nothing to learn "
+                "from these prompts; take others, or set train.drop_zero_variance = false"
+            )
+
+    async def _failed(self, group: _Group, sample_index: int, error: Exception) -> int | None:
+        """Count one failure. The sample index to go on with in its place, or None: its group has ended."""
+        group_id, reason = group.group_id, one_line(error)
+        if group_id not in self._batcher.live_groups():
+            return None
+        print(f"trajectory {group_id}/{sample_index} failed: {reason}", flush=True)
+        again = self._prompts.failure(group.example.prompt_id, error)
+        replacement = self._batcher.replace(group_id, sample_index) if again and self._rules.resample_failed else None
+        if replacement is not None:
+            new = replacement
+            await self._recorder.write(lambda store: store.replace(group_id, sample_index, reason, new))
+        else:
+            self._batcher.remove(group_id)
+            self._cancel(group_id)
+            position = self._positions.pop(group_id)
+            ended = self._recorder.submit(lambda store: store.fail(group_id, sample_index, reason))
+            if again:
+                bisect.insort(self._cursor.requeue, position)
+            await ended
         self._failures.failure(error)
+        return replacement
 
     async def expire(self, group_id: int) -> None:
         """Drop a group that became too old (the batcher removed it already); its prompt is sampled again."""
@@ -234,5 +295,6 @@ class Generation:
 
     def describe(self) -> str:
         """One phrase for the watchdog."""
-        return f"{len(self._tasks)} trajectories in flight, next group {self._cursor.next_group_id}"
+        paused = f"; {self._recorder.paused}" if self._recorder.paused else ""
+        return f"{len(self._tasks)} trajectories in flight, next group {self._cursor.next_group_id}{paused}"
 

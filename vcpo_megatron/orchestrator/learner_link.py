@@ -8,14 +8,15 @@
                            wait for: their answer               unblocked by: ``receive``, or by the learner's silence:
                            ``launch.timeout_s`` seconds without any message end the wait with ControlError
 
-One question is open at a time: the learner works on one thing at a time.
+One question of a kind is open at a time. The learner answers in order, but for a checkpoint: it goes on to the next
+question while that is being written.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -68,7 +69,7 @@ class LearnerLink:
         self._answers: dict[type, asyncio.Future[Any]] = {}
         self._heard = time.monotonic()
         self._doing = "has not said hello"
-        self._asked = "nothing"
+        self._asked: dict[type, str] = {}
         self._connected = False
         self._owes_weights = False
         self._weights = PolicyVersion(0, 0)  # the newest that came
@@ -139,9 +140,14 @@ class LearnerLink:
             )
         return result
 
-    async def checkpoint(self, step: int, state: dict[str, Any]) -> float:
-        """Have the learner save checkpoint ``step`` with our ``state`` in its manifest; seconds it took."""
-        done = await self._ask(Checkpoint(step, state), CheckpointDone)
+    async def checkpoint(self, step: int, state: dict[str, Any]) -> Coroutine[Any, Any, float]:
+        """Have the learner save checkpoint ``step`` with our ``state`` in its manifest. Returns when it is asked,
+        before any later question; what it returns waits for the checkpoint to be complete: seconds it took."""
+        answer = await self._put(Checkpoint(step, state), CheckpointDone)
+        return self._checkpoint_done(step, answer)
+
+    async def _checkpoint_done(self, step: int, answer: asyncio.Future[CheckpointDone]) -> float:
+        done = await self._answer(answer, CheckpointDone)
         if done.step != step:
             raise ControlError(f"the learner was asked for checkpoint {step} and answered {done.step}")
         return done.seconds
@@ -157,11 +163,17 @@ class LearnerLink:
             await self._socket.send(Error("orchestrator", failure))
 
     async def _ask(self, question: Message, kind: type[_M]) -> _M:
+        return await self._answer(await self._put(question, kind), kind)
+
+    async def _put(self, question: Message, kind: type[_M]) -> asyncio.Future[_M]:
         answer: asyncio.Future[_M] = asyncio.get_running_loop().create_future()
         self._answers[kind] = answer
-        self._asked = type(question).__name__
+        self._asked[kind] = type(question).__name__
         self._heard = time.monotonic()
         await self._socket.send(question)
+        return answer
+
+    async def _answer(self, answer: asyncio.Future[_M], kind: type[_M]) -> _M:
         try:
             while not answer.done():
                 left = self._heard + self._timeout_s - time.monotonic()
@@ -174,12 +186,13 @@ class LearnerLink:
             return answer.result()
         finally:
             self._answers.pop(kind, None)
-            self._asked = "nothing"
+            self._asked.pop(kind, None)
 
     def describe(self) -> str:
         """One phrase for the watchdog."""
         silent = time.monotonic() - self._heard
-        return f"learner asked for {self._asked}, silent for {silent:.0f} s, last said: {self._doing}"
+        asked = " and ".join(self._asked.values()) or "nothing"
+        return f"learner asked for {asked}, silent for {silent:.0f} s, last said: {self._doing}"
 
 
 def version_mismatch(hello: Hello, expected: PolicyVersion) -> str | None:

@@ -42,8 +42,10 @@ from ..types import Batch, PolicyVersion
 from .batcher import Batcher
 from .evaluation import Evaluation, evaluating_servers
 from .exact import ExactRun, ExactSampler
-from .generation import Cursor, FailureCounter, Generation, SamplingRules
+from .failures import FailureWindow, PromptFailures
+from .generation import Cursor, Generation, GenerationRules, SamplingRules
 from .learner_link import ControlSocket, LearnerLink, version_mismatch
+from .pacing import Pacer
 from .probe import compare
 from .recorder import Recorder
 from .replay import Replay
@@ -89,7 +91,7 @@ class Controller:
         self._changes = parts.changes
         self._stop = StopRequest()
         self._version = PolicyVersion(context.attempt, context.resume_step or 0)
-        self._recorder = Recorder(lambda: RolloutStore(context.directory.store))
+        self._recorder = Recorder(lambda: RolloutStore(context.directory.store), changed=self._changes.notify)
         self._link = LearnerLink(
             parts.socket, config.launch.timeout_s, on_weights=self._on_weights, needs_weights=parts.fleet is not None
         )
@@ -100,6 +102,7 @@ class Controller:
     def request_stop(self, reason: str) -> None:
         """End after the current step, with a checkpoint. Called by a signal handler of the event loop."""
         self._stop.make(reason)
+        self._recorder.give_up()
         self._changes.notify()
 
     async def run(self) -> str:
@@ -122,7 +125,7 @@ class Controller:
         await self._recorder.open()
         plan, state = await self._resume()
         loops = [self._link.receive(), self._link.heartbeat(), self._watch()]
-        if self._parts.fleet is None:
+        if self._parts.fleet is None:  # a replay
             work = self._replay(plan, state)
         elif self._config.staleness.lag == "exact":
             work = self._exact(self._parts.fleet, plan, state)
@@ -130,6 +133,10 @@ class Controller:
             work = self._bounded(self._parts.fleet, plan, state)
         await run_beside(work, *loops)
         return self._stop.reason or "run ended"
+
+    @property
+    def _replays(self) -> bool:
+        return self._parts.fleet is None
 
     # --- beginning and end --------------------------------------------------------------------
 
@@ -140,11 +147,24 @@ class Controller:
             state = self._context.directory.manifest(step).orchestrator
             before, now = state.get("environment"), self._parts.environment.fingerprint
             if before != now:
+                section = self._config.environment
+                files = [str(path) for path in (section.data, section.heldout) if path is not None]
+                changed = f"the content of {' or '.join(files)}, or the tokenizer" if files else "the tokenizer"
                 raise RunError(
-                    f"the environment is not that of checkpoint step_{step} (fingerprint {before}, now {now}): resume "
-                    "with the same environment section and files, or start a new run"
+                    f"the environment is not that of checkpoint step_{step} (fingerprint {before}, now {now}): its "
+                    f"configuration is the same, so {changed} has changed; restore it, or start a new run"
                 )
-        plan = await self._recorder.write(lambda store: store.resume(step, state.get("store")))
+        keep = self._config.checkpoint.resume_partial and self._config.staleness.lag == "bounded" and not self._replays
+        plan = await self._recorder.write(
+            lambda store: store.resume(step, state.get("store"), keep_partial=keep)
+        )
+        if plan.buffer or plan.partial or plan.requeue:
+            kept = sum(len(group.trajectories) for group in plan.partial)
+            missing = sum(len(group.missing) for group in plan.partial)
+            print(
+                f"resume: {len(plan.buffer)} complete groups are kept, {len(plan.partial)} go on with {kept} "
+                f"trajectories and lack {missing}, {len(plan.requeue)} prompts are sampled again", flush=True,
+            )  # fmt: skip
         return plan, state
 
     def _start(self, plan: ResumePlan, state: dict[str, Any], cursor: Cursor, every: int) -> tuple[Trainer, Start]:
@@ -152,11 +172,11 @@ class Controller:
         versions = evaluated_versions(plan.step, self._parts.steps, every)
         start = start_of_log(self._context.directory.metrics, plan.step, self._parts.steps, state.get("rows", []),
                              versions)  # fmt: skip
-        self._log = MetricsLog(self._parts.sinks(plan.step), start.versions, self._parts.steps)
+        self._log = MetricsLog(self._parts.sinks(plan.step), start.versions, self._parts.steps, start.written)
         for row in start.rows:
             self._log.add(row)
         trainer = Trainer(
-            self._config, self._link, self._recorder, self._log, version=plan.step,
+            self._config, self._link, self._recorder, self._log, self._context.directory, version=plan.step,
             fingerprint=self._parts.environment.fingerprint, requeue=cursor.requeue,
         )  # fmt: skip
         return trainer, start
@@ -240,11 +260,13 @@ class Controller:
         cursor = self._cursor(plan, state)
         trainer, start = self._start(plan, state, cursor, config.train.eval_every)
         sync = self._sync(fleet, lambda version: version in start.versions)
-        batcher = self._batcher(plan)
+        pacer = self._pacer(state)
+        trainer.pacer = pacer
+        batcher = self._batcher(plan, pacer)
         generation = Generation(
             self._parts.environment, fleet, batcher, self._recorder, cursor, self._rules(),
-            group_size=config.train.group_size, total_groups=self._parts.steps * config.train.groups_per_step,
-            positions=plan.cursors, failures=FailureCounter(_failure_limit(config)),
+            self._generation_rules(), plan, prompts=PromptFailures(config.rollout.max_prompt_failures, plan.failures),
+            failures=FailureWindow(_failure_window(config), config.rollout.max_failure_ratio),
         )  # fmt: skip
         evaluation = Evaluation(
             self._parts.environment, fleet, sync, self._rules(), trainer.log, start.versions,
@@ -282,6 +304,7 @@ class Controller:
         await self._changes.until(
             lambda: (self._stop.made or evaluation.is_settled(before=self._parts.steps + 1)) or None
         )
+        await trainer.tidy()
 
     async def _next_batch(self, batcher: Batcher, generation: Generation, evaluation: Evaluation) -> Batch | None:
         """The batch of the next step; None when a stop is asked for."""
@@ -318,11 +341,28 @@ class Controller:
             evaluators=evaluating_servers(fleet.servers), is_pinned=is_pinned,
         )  # fmt: skip
 
-    def _batcher(self, plan: ResumePlan) -> Batcher:
+    def _generation_rules(self) -> GenerationRules:
+        config = self._config
+        return GenerationRules(
+            group_size=config.train.group_size, total_groups=self._parts.steps * config.train.groups_per_step,
+            resample_failed=config.rollout.on_failure == "resample",
+            drop_zero_variance=config.train.drop_zero_variance, max_zero_variance=_failure_window(config),
+        )  # fmt: skip
+
+    def _pacer(self, state: dict[str, Any]) -> Pacer | None:
+        staleness = self._config.staleness
+        if not staleness.adaptive:
+            return None
+        pacer = Pacer(staleness.max_staleness, staleness.adaptive_ess)
+        if "pacer" in state:
+            pacer.restore(state["pacer"])
+        return pacer
+
+    def _batcher(self, plan: ResumePlan, pacer: Pacer | None) -> Batcher:
         config = self._config
         on_policy = AUTO_BASE_STEPS if config.algorithm.base_ess_ratio == "auto" else 0
         bound = StalenessBound(config.staleness.max_staleness, config.train.groups_per_step, on_policy)
-        batcher = Batcher(bound, config.train.group_size, wait_s=config.staleness.wait_s)
+        batcher = Batcher(bound, config.train.group_size, wait_s=config.staleness.wait_s, pacer=pacer)
         batcher.restore(plan)
         return batcher
 
@@ -338,6 +378,6 @@ class Controller:
                 since = time.monotonic()
 
 
-def _failure_limit(config: RunConfig) -> int:
-    """Failed groups in a row that end the run: twice what can be in flight."""
+def _failure_window(config: RunConfig) -> int:
+    """Outcomes among which failures are counted: twice what can be in flight."""
     return max(20, 2 * (config.staleness.max_staleness + 1) * config.train.groups_per_step)

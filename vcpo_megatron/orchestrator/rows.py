@@ -9,6 +9,7 @@ the rows that were held back when it was taken, since a resumed run would have n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,10 +59,12 @@ def row_of_version(version: int, steps: int) -> int:
 
 @dataclass(frozen=True)
 class Start:
-    """``rows``: held-back rows of before a resume, to be added first. ``versions``: what this attempt evaluates."""
+    """``rows``: held-back rows of before a resume, to be added first. ``versions``: what this attempt evaluates.
+    ``written``: the rows that are in the file."""
 
     rows: Sequence[Row]
     versions: Sequence[int]
+    written: Sequence[Row] = ()
 
 
 def start_of_log(path: Path, step: int, steps: int, held: Sequence[Row], versions: Sequence[int]) -> Start:
@@ -76,16 +79,24 @@ def start_of_log(path: Path, step: int, steps: int, held: Sequence[Row], version
     last = written[-1]["step"] if written else -1
     rows = [row for row in held if last < row["step"] < step]
     if step != steps or rows or last != steps - 1 or not versions:
-        return Start(rows, versions)
+        return Start(rows, versions, written)
     if written[-1].get("eval/version") == steps:
-        return Start((), ())
-    return Start(written[-1:], versions)
+        return Start((), (), written)
+    return Start(written[-1:], versions, written)
 
 
 class MetricsLog:
-    """Writes rows to ``sinks`` in order of step. ``versions``: what will be evaluated, in a run of ``steps`` steps."""
+    """Writes rows to ``sinks`` in order of step. ``versions``: what will be evaluated, in a run of ``steps`` steps.
 
-    def __init__(self, sinks: Sequence[Sink], versions: Sequence[int], steps: int) -> None:
+    ``accuracy``: held-out accuracy by version, of everything evaluated so far; it begins with that of ``earlier`` rows.
+    """
+
+    def __init__(
+        self, sinks: Sequence[Sink], versions: Sequence[int], steps: int, earlier: Sequence[Row] = ()
+    ) -> None:
+        self.accuracy: dict[int, float] = {}
+        for row in earlier:
+            self._note(row)
         self._sinks = sinks
         self._steps = steps
         self._versions: Sequence[int] = versions
@@ -101,8 +112,14 @@ class MetricsLog:
         """Add what the evaluation of ``version`` found to the row that waits for it."""
         step = row_of_version(version, self._steps)
         self._results[step] = {**result, "eval/version": version}
+        self._note(self._results[step])
         self._done.add(step)
         self._write_ready()
+
+    def _note(self, row: Row) -> None:
+        accuracy = row.get("eval/accuracy", math.nan)
+        if math.isfinite(accuracy):
+            self.accuracy[int(row["eval/version"])] = accuracy
 
     @property
     def held(self) -> list[Row]:

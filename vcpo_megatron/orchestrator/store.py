@@ -1,7 +1,8 @@
 """The durable record of every group and trajectory: one SQLite file, opened by the orchestrator alone.
 
     group        admitted -> sampled (all members in) -> trained(step) | dropped(reason) | failed(reason)
-    trajectory   the same; when one fails, the other members of its group are dropped
+    trajectory   the same; when one fails, the other members of its group are dropped, or another one takes its
+                 place in the group
 
 Every trajectory of an admitted group ends in exactly one of the three final states; only ``resume``,
 which goes back to a checkpoint, undoes an end. A change is on disk when its method, or the outermost
@@ -11,40 +12,32 @@ loop calls them from one worker thread (any thread may call, but only one at a t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..types import Group, PolicyVersion, Trajectory, TrajectoryResult
+from ..types import PolicyVersion, Trajectory, TrajectoryResult
 from .store_reader import Counts, StoreReader
-from .store_records import COLUMNS, to_row
-from .store_schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, ReadOnlyFile, StoreError, open_exclusively
+from .store_records import COLUMNS, problem_of, to_row
+from .store_resume import PartialGroup, ResumePlan, undo_after
+from .store_schema import (
+    ADMITTED,
+    DROPPED,
+    FAILED,
+    RUN_ENDED,
+    SAMPLED,
+    TRAINED,
+    ReadOnlyFile,
+    StoreError,
+    StoreFullError,
+    open_exclusively,
+)
 from .store_schema import store_errors as _store_errors
 
-__all__ = ["Counts", "ResumePlan", "RolloutStore", "StoreError", "StoreReader"]
+__all__ = ["Counts", "PartialGroup", "ResumePlan", "RolloutStore", "StoreError", "StoreFullError", "StoreReader"]
 
 _INSERT_SAMPLE = f"INSERT INTO samples ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
-
-
-@dataclass(frozen=True)
-class ResumePlan:
-    """Where a resumed run goes on.
-
-    ``step``      the next step, which is the number of the loaded policy
-    ``buffer``    complete groups that may still be trained, in order of group id
-    ``cursors``   cursor index of each group in ``buffer``
-    ``requeue``   cursor indices to sample again, ascending, before any from ``next_cursor`` on
-    """
-
-    step: int
-    buffer: tuple[Group, ...]
-    cursors: Mapping[int, int]
-    requeue: tuple[int, ...]
-    next_group_id: int
-    next_cursor: int
 
 
 class RolloutStore(StoreReader):
@@ -137,10 +130,8 @@ class RolloutStore(StoreReader):
         never admitted, came before, holds no sampled token, or has a reward that is not finite.
         """
         where = f"trajectory {trajectory.uid}"
-        if not trajectory.versions or not trajectory.num_sampled:
-            raise StoreError(f"{where} holds no sampled token; record it as failed")
-        if not math.isfinite(trajectory.reward):
-            raise StoreError(f"{where} has reward {trajectory.reward}; correct the environment's reward")
+        if problem := problem_of(trajectory):
+            raise StoreError(f"{where} {problem}; record it as failed")
         group_id, sample = trajectory.group_id, trajectory.sample_index
         with self.transaction():
             group = self._group(group_id)
@@ -227,7 +218,41 @@ class RolloutStore(StoreReader):
             )
             return True
 
-    def finish(self, reason: str = "run ended") -> None:
+    def replace(self, group_id: int, sample_index: int, reason: str, replacement: int) -> bool:
+        """One trajectory failed(reason); the group goes on with a new one, ``replacement``, in its place.
+
+        False, and nothing changes: the group had ended before (it is counted there).
+        """
+        with self.transaction():
+            if self._group(group_id)["state"] != ADMITTED:
+                return False
+            if self._member_state(group_id, sample_index) != ADMITTED:
+                raise StoreError(f"trajectory {group_id}/{sample_index} has ended before; it cannot be replaced")
+            self._connection.execute(
+                "UPDATE trajectories SET state = ?, reason = ? WHERE group_id = ? AND sample_index = ?",
+                (FAILED, reason, group_id, sample_index),
+            )
+            self._connection.execute(
+                "INSERT INTO trajectories (group_id, sample_index, state) VALUES (?, ?, ?)",
+                (group_id, replacement, ADMITTED),
+            )
+            self._totals[FAILED] += 1
+            return True
+
+    def prune_samples(self, before: int) -> int:
+        """Forget tokens and log-probs of the groups that were trained or dropped before step ``before``; everything
+        else about them stays, and all of groups that failed. Returns the number of trajectories.
+
+        The file does not shrink: its pages are used again.
+        """
+        with self.transaction():
+            return self._connection.execute(
+                "DELETE FROM samples WHERE group_id IN "
+                "(SELECT group_id FROM groups WHERE state IN (?, ?) AND ended_at < ?)",
+                (TRAINED, DROPPED, before),
+            ).rowcount
+
+    def finish(self, reason: str = RUN_ENDED) -> None:
         """End every queued group as dropped(reason), at the end of a run."""
         with self.transaction():
             queued = self._rows("SELECT group_id FROM groups WHERE state IN (?, ?)", (ADMITTED, SAMPLED))
@@ -236,33 +261,21 @@ class RolloutStore(StoreReader):
 
     # --- resume -------------------------------------------------------------------------------
 
-    def resume(self, step: int, state: Mapping[str, Any] | None = None) -> ResumePlan:
+    def resume(self, step: int, state: Mapping[str, Any] | None = None, *, keep_partial: bool = False) -> ResumePlan:
         """Go back to the checkpoint after ``step`` steps: undo what came later, say what to go on with.
 
         What ended before it stays. Of the rest, complete groups sampled by policies up to ``step`` go back to
-        the buffer, whatever had become of them; all others are not part of the run any more: they are
-        dropped('superseded') unless they had ended as dropped or failed, and their data positions are requeued,
-        so that each position is trained once along the history that leads to the final weights.
+        the buffer, whatever had become of them; with ``keep_partial`` groups that were in flight go on with what
+        they have. All others are not part of the run any more: they are dropped('superseded') unless they had ended
+        as dropped or failed, and their data positions are requeued, so that each position is trained once along the
+        history that leads to the final weights.
 
         state: what ``state`` had returned for this checkpoint; checked when given. StoreError when the file is
         older than the checkpoint.
         """
         with self.transaction():
             self._check_not_older(step, state)
-            undone = self._rows(
-                "SELECT group_id, cursor_index, size, state, "
-                " (SELECT COUNT(*) FROM samples s WHERE s.group_id = g.group_id) AS complete, "
-                " (SELECT MAX(newest_version) FROM trajectories t WHERE t.group_id = g.group_id) AS newest "
-                "FROM groups g WHERE current = 1 AND (ended_at IS NULL OR ended_at >= ?) ORDER BY group_id",
-                (step,),
-            )
-            cursors = {}
-            for group in undone:
-                if group["complete"] == group["size"] and group["newest"] <= step and group["state"] != FAILED:
-                    self._back_to_buffer(group["group_id"])
-                    cursors[group["group_id"]] = group["cursor_index"]
-                else:
-                    self._supersede(group["group_id"], group["state"], step)
+            cursors, partial = undo_after(self._connection, step, keep_partial=keep_partial)
             self._connection.execute("UPDATE progress SET steps_done = ?", (step,))
             self._totals = self._count()
             requeue = self._rows(
@@ -273,11 +286,24 @@ class RolloutStore(StoreReader):
             return ResumePlan(
                 step=step,
                 buffer=tuple(self.complete_groups()),
+                partial=tuple(self._partial(group_id) for group_id in partial),
                 cursors=cursors,
                 requeue=tuple(row[0] for row in requeue),
                 next_group_id=after["next_group_id"],
                 next_cursor=after["next_cursor"],
+                failures=self.failures_by_prompt(),
             )
+
+    def _partial(self, group_id: int) -> PartialGroup:
+        group = self._group(group_id)
+        missing = self._rows(
+            "SELECT sample_index FROM trajectories WHERE group_id = ? AND state = ? ORDER BY sample_index",
+            (group_id, ADMITTED),
+        )
+        return PartialGroup(
+            group_id, group["prompt_id"], PolicyVersion.parse(group["admitted_version"]).number,
+            tuple(self._members("g.group_id = ?", (group_id,))), tuple(row[0] for row in missing),
+        )  # fmt: skip
 
     def _check_not_older(self, step: int, state: Mapping[str, Any] | None) -> None:
         here = self.state()
@@ -290,26 +316,6 @@ class RolloutStore(StoreReader):
                     f"{self._path} is older than the checkpoint of step {step} ({name} is {here[name]}, not at least "
                     f"{expected[name]}); put back the file that belongs to it, or resume from an earlier checkpoint"
                 )
-
-    def _back_to_buffer(self, group_id: int) -> None:
-        self._connection.execute(
-            "UPDATE groups SET state = ?, reason = '', ended_at = NULL, step = NULL, position = NULL, "
-            "staleness = NULL WHERE group_id = ?",
-            (SAMPLED, group_id),
-        )
-        self._connection.execute(
-            "UPDATE trajectories SET state = ?, reason = '', log_ratio = NULL, weight = NULL, grad_norm = NULL, "
-            "baseline = NULL WHERE group_id = ?",
-            (SAMPLED, group_id),
-        )
-
-    def _supersede(self, group_id: int, state: str, step: int) -> None:
-        self._connection.execute(
-            "UPDATE groups SET current = 0, step = NULL, position = NULL, staleness = NULL WHERE group_id = ?",
-            (group_id,),
-        )
-        if state not in (DROPPED, FAILED):
-            self._end(group_id, DROPPED, "superseded", at=step)
 
     # --- internals ----------------------------------------------------------------------------
 

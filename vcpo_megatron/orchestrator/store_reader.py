@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,15 @@ class StoreReader:
         )
         return {row["how"]: row["n"] for row in rows}
 
+    def failures_by_prompt(self) -> dict[str, int]:
+        """Number of failed trajectories of each prompt that has any."""
+        rows = self._rows(
+            "SELECT prompt_id, COUNT(*) FROM trajectories t JOIN groups g USING (group_id) WHERE t.state = ? "
+            "GROUP BY prompt_id",
+            (FAILED,),
+        )
+        return {row[0]: row[1] for row in rows}
+
     def steps_done(self) -> int:
         """Steps recorded, skipped ones included: the number of the policy they made."""
         return int(self._rows("SELECT steps_done FROM progress")[0][0])
@@ -104,6 +113,24 @@ class StoreReader:
         # SQLite has no nan: it keeps one as NULL.
         return [TrajectoryResult(row[0], row[1], *(math.nan if x is None else x for x in row[2:])) for row in rows]
 
+    def history(self, *, step: int | None = None, prompt_id: str | None = None) -> Iterator[dict[str, Any]]:
+        """One row a trajectory, in order of training and then of admission: what became of it, and with which numbers.
+
+        ``step`` and ``prompt_id`` select. ``step`` is None for what was not trained; ``staleness`` is that of the
+        trajectory itself, versions between its oldest token and the step.
+        """
+        wanted = [("g.step = ?", step), ("g.prompt_id = ?", prompt_id)]
+        where = [condition for condition, value in wanted if value is not None] or ["1"]
+        query = (
+            "SELECT g.step, g.prompt_id, g.group_id, t.sample_index, t.state, t.reason, g.step - t.oldest_version AS "
+            "staleness, t.oldest_version, t.newest_version, t.reward, t.weight, t.log_ratio, t.baseline, t.grad_norm "
+            f"FROM trajectories t JOIN groups g USING (group_id) WHERE {' AND '.join(where)} "
+            "ORDER BY g.step IS NULL, g.step, g.position, g.group_id, t.sample_index"
+        )
+        with store_errors(self._path):
+            for row in self._connection.execute(query, [value for _, value in wanted if value is not None]):
+                yield dict(row)
+
     # --- internals ----------------------------------------------------------------------------
 
     def _rows(self, query: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
@@ -117,15 +144,9 @@ class StoreReader:
 
     def _groups(self, condition: str, parameters: Sequence[Any]) -> list[Group]:
         """Groups with all their trajectories; ``condition`` is a WHERE clause on ``g`` with its ORDER BY."""
-        columns = ", ".join(f"s.{name}" for name in COLUMNS)
-        rows = self._rows(
-            f"SELECT g.prompt_id, g.size, {columns} FROM groups g JOIN samples s USING (group_id) "
-            f"WHERE {condition}, s.sample_index",
-            parameters,
-        )
         members: dict[int, list[Trajectory]] = {}
         heads: dict[int, tuple[str, int]] = {}
-        for row in rows:
+        for row in self._sample_rows(f"{condition}, s.sample_index", parameters):
             heads[row["group_id"]] = row["prompt_id"], row["size"]
             members.setdefault(row["group_id"], []).append(from_row(row, row["prompt_id"], str(self._path)))
         for group_id, (_, size) in heads.items():
@@ -135,3 +156,15 @@ class StoreReader:
                     "the file is damaged, restore it from a copy or start a new run"
                 )
         return [Group(group_id, prompt_id, tuple(members[group_id])) for group_id, (prompt_id, _) in heads.items()]
+
+    def _members(self, condition: str, parameters: Sequence[Any]) -> list[Trajectory]:
+        """Stored trajectories of groups that fit ``condition``, a WHERE clause on ``g``."""
+        rows = self._sample_rows(f"{condition} ORDER BY s.group_id, s.sample_index", parameters)
+        return [from_row(row, row["prompt_id"], str(self._path)) for row in rows]
+
+    def _sample_rows(self, condition: str, parameters: Sequence[Any]) -> list[sqlite3.Row]:
+        columns = ", ".join(f"s.{name}" for name in COLUMNS)
+        return self._rows(
+            f"SELECT g.prompt_id, g.size, {columns} FROM groups g JOIN samples s USING (group_id) WHERE {condition}",
+            parameters,
+        )

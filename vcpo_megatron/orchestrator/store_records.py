@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,20 @@ COLUMNS = (
     "group_id", "sample_index", "prompt_length", "tokens", "loss_mask", "behavior_logprobs", "turns", "reward", "info",
     "checksum",
 )  # fmt: skip
+
+
+def problem_of(trajectory: Trajectory) -> str | None:
+    """Why ``trajectory`` cannot be trained on, and so is not stored; None when it can."""
+    if not trajectory.versions or not trajectory.num_sampled:
+        return "holds no sampled token"
+    if not math.isfinite(trajectory.reward):
+        return f"has reward {trajectory.reward}"
+    if not np.isfinite(trajectory.behavior_logprobs).all():
+        return "holds a log-prob that is not finite"
+    for name, value in trajectory.info.items():
+        if not isinstance(value, int | float | np.number):
+            return f"has info {name} = {value!r}, which is no number"
+    return None
 
 
 def to_row(trajectory: Trajectory) -> tuple[Any, ...]:

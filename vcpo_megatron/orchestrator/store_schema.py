@@ -46,11 +46,19 @@ PRAGMA user_version = {SCHEMA_VERSION};
 """
 
 
+#: Reasons for which a group is dropped that a resume has to tell from others.
+ZERO_VARIANCE, SUPERSEDED, RUN_ENDED = "zero variance", "superseded", "run ended"
+
+
 class StoreError(RuntimeError):
     """The rollout store cannot be opened, read or written, or was asked for what contradicts it.
 
     The message is one line that names the file or the group and says what to do.
     """
+
+
+class StoreFullError(StoreError):
+    """The disk takes no more. Nothing of the transaction is written; the same can be tried again later."""
 
 
 @contextmanager
@@ -59,7 +67,9 @@ def store_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise StoreError(_explain(path, error)) from error
+        # A quota or a limit on file sizes comes as an error of writing, a full disk as FULL.
+        full = (getattr(error, "sqlite_errorname", "") or "").startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE"))
+        raise (StoreFullError if full else StoreError)(_explain(path, error)) from error
 
 
 def _explain(path: Path, error: sqlite3.Error) -> str:
@@ -69,8 +79,8 @@ def _explain(path: Path, error: sqlite3.Error) -> str:
                 f"rollout store {path} is in use by another process: another run, or a reader, for instance a sqlite3 "
                 "shell; close it and try again"
             )
-        case name if name.startswith("SQLITE_FULL"):
-            return f"rollout store {path} cannot grow ({error}); free space on its disk, then resume the run"
+        case name if name.startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE")):
+            return f"rollout store {path} cannot grow ({error}); free space on its disk"
         case name if name.startswith("SQLITE_NOTADB"):
             return f"{path} is not a rollout store ({error}); give another run directory or move the file away"
         case name if name.startswith("SQLITE_CORRUPT"):

@@ -4,18 +4,23 @@
                 waits for: StepDone          unblocked by: the learner, or its deadline
 ``checkpoint``  waits for: CheckpointDone    unblocked by: the learner, or its deadline
 
-A step's trained marks are durable before a checkpoint that contains the step is asked for.
+A step's trained marks are durable before a checkpoint that contains the step is asked for. The learner copies its
+state and goes on: a checkpoint that is due is waited for only when the next one is, or at the end.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from ..config.models import RunConfig
+from ..config.run_directory import RunDirectory
 from ..types import Batch, StepResult
 from .learner_link import LearnerLink
+from .pacing import Pacer
 from .recorder import Recorder
 from .rows import MetricsLog, step_row
 from .store import Counts, RolloutStore
@@ -31,6 +36,7 @@ class Trainer:
         link: LearnerLink,
         recorder: Recorder,
         log: MetricsLog,
+        directory: RunDirectory,
         *,
         version: int,
         fingerprint: str,
@@ -40,8 +46,12 @@ class Trainer:
         self._link = link
         self._recorder = recorder
         self.log = log
+        self._directory = directory
         self.version = version
         self._saved = version
+        #: Adaptive staleness, where it is on; it learns of every step.
+        self.pacer: Pacer | None = None
+        self._saving: asyncio.Task[None] | None = None
         self._fingerprint = fingerprint
         self._requeue = requeue
         self._step_ended = time.monotonic()
@@ -61,6 +71,8 @@ class Trainer:
 
         await self._recorder.write(mark)
         self.version = batch.step + 1
+        if self.pacer is not None:
+            self.pacer.observe(result.metrics.get("ess/ratio", math.nan))
         if result.skipped:
             print(f"step {batch.step} was skipped: {result.skipped}", flush=True)
         return result
@@ -71,18 +83,33 @@ class Trainer:
         now = time.monotonic()
         times = {"time/step": now - self._step_ended, "time/wait_batch": wait_s, "time/sync": sync_s}
         self._step_ended = now
-        self.log.add(step_row(batch, result, counts, times))
+        row = step_row(batch, result, counts, times)
+        if self.pacer is not None:
+            row["staleness/admitted"] = self.pacer.lag
+        self.log.add(row)
 
     async def checkpoint_if_due(self) -> None:
-        """Checkpoint after every ``checkpoint.every`` steps."""
+        """Begin a checkpoint after every ``checkpoint.every`` steps; training goes on while it is written."""
         every = self._config.checkpoint.every
         if every and self.version % every == 0:
-            await self.checkpoint()
+            await self._begin_checkpoint()
 
     async def checkpoint(self) -> None:
-        """Checkpoint the current version unless that was done."""
+        """Checkpoint the current version unless that was done; returns when everything that was begun is complete."""
+        await self._begin_checkpoint()
+        await self.saved()
+
+    async def saved(self) -> None:
+        """Wait for the checkpoint that is being written, if any."""
+        if self._saving is not None:
+            await self._saving
+            self._saving = None
+
+    async def _begin_checkpoint(self) -> None:
+        await self.saved()
         if self.version == self._saved:
             return
+        self._saved = self.version
         store = await self._recorder.write(lambda store: store.state())
         state: dict[str, Any] = {
             "store": store,
@@ -90,6 +117,24 @@ class Trainer:
             "rows": [dict(row) for row in self.log.held],
             "environment": self._fingerprint,
         }
-        seconds = await self._link.checkpoint(self.version, state)
-        self._saved = self.version
-        print(f"checkpoint step_{self.version} written in {seconds:.1f} s", flush=True)
+        if self.pacer is not None:
+            state["pacer"] = self.pacer.state()
+        done = await self._link.checkpoint(self.version, state)
+        self._saving = asyncio.create_task(self._save(self.version, done))
+
+    async def _save(self, step: int, done: Coroutine[Any, Any, float]) -> None:
+        seconds = await done
+        print(f"checkpoint step_{step} written in {seconds:.1f} s", flush=True)
+        await self.tidy()
+
+    async def tidy(self) -> None:
+        """Mark the checkpoint of the highest held-out accuracy, and remove those that are not to be kept; the same for
+        the tokens of old rollouts, but for those that the newest checkpoints may go back to."""
+        best = await asyncio.to_thread(self._directory.mark_best, self.log.accuracy)
+        keep = () if best is None or not self._config.checkpoint.keep_best else (best,)
+        await asyncio.to_thread(self._directory.prune, self._config.checkpoint.keep_last, keep)
+        steps = await asyncio.to_thread(self._directory.complete_steps)
+        rollouts = self._config.checkpoint.keep_rollouts
+        if rollouts is not None and steps:
+            before = min(steps[-self._config.checkpoint.keep_last :][0], self.version - rollouts)
+            await self._recorder.write(lambda store: store.prune_samples(before))

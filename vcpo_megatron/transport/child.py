@@ -42,10 +42,11 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 def _die_with(parent: int) -> Callable[[], None]:
     """What the child does between fork and exec: the least possible, since only this thread was forked."""
-    prctl, kill_me = _LIBC.prctl, signal.SIGKILL
+    prctl, kill_me, set_handler = _LIBC.prctl, signal.SIGKILL, signal.signal
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, kill_me, 0, 0, 0)
+        set_handler(signal.SIGUSR1, signal.SIG_IGN)
         if os.getppid() != parent:
             os.kill(os.getpid(), kill_me)
 
@@ -53,7 +54,8 @@ def _die_with(parent: int) -> Callable[[], None]:
 
 
 def start_child(command: Sequence[str], *, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start ``command`` in its own session; it gets SIGKILL when this process dies.
+    """Start ``command`` in its own session; it gets SIGKILL when this process dies, and ignores SIGUSR1: the warning
+    that a batch system sends to every process is for the supervisor.
 
     ``env`` is added to this process's environment. Standard input is empty; standard output and error are
     appended to ``log``, whose folder is made. Call it from the main thread: RuntimeError otherwise, because the

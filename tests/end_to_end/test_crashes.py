@@ -1,0 +1,72 @@
+"""Ten crashes of one real run in exact lag, each followed by a resume: the weights at the end are those of no crash."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+from .running import Run, read_rows
+
+SETTINGS = ("staleness.lag=exact", "staleness.max_staleness=2", "train.steps=40", "train.eval_every=0",
+            "train.groups_per_step=4", "checkpoint.every=2", "launch.learner_ranks=1", "parallel.tensor=1")  # fmt: skip
+CRASHES = 10
+
+
+def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Parameters and optimizer state of a checkpoint, by torch's own reader."""
+    loaded = _load_state_dict_from_keys(storage_reader=FileSystemReader(run_dir / "checkpoints" / f"step_{step}"))
+    found: dict[str, torch.Tensor] = {}
+
+    def collect(prefix: str, value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            found[prefix] = value
+        elif isinstance(value, dict):
+            for name, part in value.items():
+                collect(f"{prefix}/{name}", part)
+
+    collect("", loaded)
+    return found
+
+
+def after_steps(run: Run, metrics: Path, count: int) -> None:
+    """Wait for ``count`` rows of this attempt, which begins by cutting the file back."""
+    least, seen = 10**9, 0
+
+    def look() -> bool:
+        nonlocal least, seen
+        seen = len(run.rows()) if metrics.exists() else 0
+        least = min(least, seen)
+        return seen >= least + count
+
+    run.wait_for(look, 300, f"{count} further steps")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_ten_crashes_give_the_weights_of_none(tmp_path: Path) -> None:
+    with Run(tmp_path / "whole", *SETTINGS) as run:
+        assert run.wait(300) == 0, run.text()
+    rng = random.Random(0)
+    for crash in range(CRASHES):
+        settings = () if crash else SETTINGS
+        with Run(tmp_path / "crashed", *settings, resume=crash > 0) as run:
+            after_steps(run, run.run_dir / "metrics.jsonl", 1 + crash % 2)
+            time.sleep(rng.uniform(0, 0.2))
+            run.members()[("learner 0", "orchestrator 0")[crash % 2]].kill()
+            assert run.wait(60) == 1
+    with Run(tmp_path / "crashed", resume=True) as run:
+        assert run.wait(300) == 0, run.text()
+    rows = [read_rows(tmp_path / name) for name in ("whole", "crashed")]
+    assert [row["step"] for row in rows[1]] == list(range(40))
+    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
+    assert rows[1][-1]["rollouts/trained"] == 40 * 4 * 8
+    whole, crashed = tensors(tmp_path / "whole", 40), tensors(tmp_path / "crashed", 40)
+    assert whole.keys() == crashed.keys() and len(whole) > 20
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, crashed[name]), name

@@ -1,0 +1,191 @@
+"""What the store does by policy: replaces failed members, prunes tokens, keeps what groups in flight have."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.orchestrator.fake_run import FakeRun, config
+from tests.orchestrator.test_store import V0, check_invariant, sample_group, trajectory
+from vcpo_megatron import cli
+from vcpo_megatron.orchestrator.store import RolloutStore, StoreError, StoreFullError
+from vcpo_megatron.transport.control import ControlError
+from vcpo_megatron.types import PolicyVersion, TrajectoryResult
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rollouts.sqlite"
+
+
+def train(store: RolloutStore, step: int, *groups: int) -> None:
+    results = [TrajectoryResult(group, sample, -0.5, 0.6, 1.5, 0.125) for group in groups for sample in (0, 1)]
+    store.mark_trained(step, results, groups, [0] * len(groups))
+
+
+def test_a_replaced_member_is_counted_and_its_group_completes(path: Path) -> None:
+    with RolloutStore(path) as store:
+        store.admit(0, "p0", 0, 2, V0)
+        store.add_trajectory(trajectory(0, 1, V0))
+        assert store.replace(0, 0, "tool crashed", 2)
+        check_invariant(store)
+        assert store.complete_groups() == [] and store.counts().failed == 1 and store.counts().generated == 3
+        with pytest.raises(StoreError, match="0/0 has ended before"):
+            store.replace(0, 0, "again", 3)
+        store.add_trajectory(trajectory(0, 2, V0))
+        (group,) = store.complete_groups()
+        assert [member.sample_index for member in group.trajectories] == [1, 2]
+        store.mark_trained(0, [], [0], [0])
+        check_invariant(store)
+        assert (store.counts().trained, store.counts().failed) == (2, 1)
+        assert not store.replace(0, 1, "late", 3)
+        assert store.failures_by_prompt() == {"p0": 1}
+        assert [g.group_id for g in store.resume(0).buffer] == [0]  # the failed one stays failed
+        check_invariant(store)
+
+
+def test_tokens_of_old_steps_are_pruned_and_those_of_failures_kept(path: Path) -> None:
+    with RolloutStore(path) as store:
+        for group in range(6):
+            sample_group(store, group)
+        for step in range(4):
+            train(store, step, step)
+        store.drop(4, "expired")
+        store.fail(5, 0, "tool crashed")
+        assert store.prune_samples(2) == 4  # groups 0 and 1, two samples each
+        assert [len(store.groups_trained_at(step)) for step in range(4)] == [0, 0, 1, 1]
+        kept = [row[0] for row in store._rows("SELECT DISTINCT group_id FROM samples ORDER BY group_id")]
+        assert kept == [2, 3, 4, 5]
+        assert store.prune_samples(99) == 6
+        assert [row[0] for row in store._rows("SELECT DISTINCT group_id FROM samples")] == [5]
+        rows = list(store.history(step=0))  # what happened is known all the same
+        assert [(row["prompt_id"], row["weight"], row["state"]) for row in rows] == [("p0", 0.6, "trained")] * 2
+        check_invariant(store)
+        # Going back beyond what was pruned samples these prompts again.
+        plan = store.resume(1)
+        assert plan.buffer == () and plan.requeue == (1, 2, 3, 4, 5)
+
+
+def test_a_run_prunes_only_what_no_checkpoint_needs(tmp_path: Path) -> None:
+    cfg = config(train={"steps": 10}, checkpoint={"every": 2, "keep_last": 2, "keep_rollouts": 1})
+    run = FakeRun(tmp_path, cfg)
+    run.learner.error_at = 9
+    with pytest.raises(ControlError):
+        run.run()
+    assert run.context.directory.complete_steps() == [6, 8]
+    with RolloutStore.open_readonly(tmp_path / "rollouts.sqlite") as store:
+        assert [step for step in store.trained_steps() if store.groups_trained_at(step)] == [6, 7, 8]
+    again = FakeRun(tmp_path, cfg, attempt=2, resume_step=6)
+    assert again.run() == "run ended"
+    trained = [g.prompt_id for b in run.learner.batches[:6] + again.learner.batches for g in b.groups]
+    assert sorted(trained) == sorted(f"train-{i}" for i in range(20))
+
+
+def test_groups_in_flight_go_on_with_what_they_have(path: Path) -> None:
+    with RolloutStore(path) as store:
+        sample_group(store, 0)
+        for group in (1, 2, 3, 4):
+            store.admit(group, f"p{group}", group, 3, V0)
+        store.add_trajectory(trajectory(1, 0, V0))
+        store.add_trajectory(trajectory(1, 2, V0))
+        store.add_trajectory(trajectory(2, 1, PolicyVersion(1, 5)))  # sampled by a version of the future
+        store.add_trajectory(trajectory(4, 1, V0))
+        store.replace(1, 1, "tool crashed", 3)
+        store.drop(4, "expired")
+        store.finish()
+        plan = store.resume(0, keep_partial=True)
+        check_invariant(store)
+        (partial,) = plan.partial
+        assert (partial.group_id, partial.prompt_id, partial.version, partial.missing) == (1, "p1", 0, (3,))
+        assert [member.sample_index for member in partial.trajectories] == [0, 2]
+        assert [group.group_id for group in plan.buffer] == [0] and plan.requeue == (2, 3, 4)
+        assert plan.cursors == {0: 0, 1: 1}
+        store.add_trajectory(trajectory(1, 3, V0))
+        assert [group.group_id for group in store.complete_groups()] == [0, 1]
+        again = store.resume(0)
+        assert again.partial == () and [group.group_id for group in again.buffer] == [0, 1]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_resumed_run_finishes_groups_in_flight_or_samples_them_anew(tmp_path: Path, keep: bool) -> None:
+    """The first attempt left two groups with one of two members each."""
+    cfg = config(train={"steps": 2}, checkpoint={"every": 1, "resume_partial": keep}, staleness={"max_staleness": 0})
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+        for group in range(2):
+            store.admit(group, f"train-{group}", group, 2, V0)
+            store.add_trajectory(trajectory(group, 0, V0, prompt_id=f"train-{group}"))
+    run = FakeRun(tmp_path, cfg, attempt=2)
+    assert run.run() == "run ended"
+    first = {t.uid for group in run.learner.batches[0].groups for t in group.trajectories}
+    assert first == ({"0/0", "0/1", "1/0", "1/1"} if keep else {"2/0", "2/1", "3/0", "3/1"})
+    row = run.rows()[-1]
+    assert row["rollouts/trained"] == 8 and row["rollouts/dropped"] == (0 if keep else 4)
+    sent = [event.split()[1] for event in run.clients[0].events if event.startswith("generate")]
+    assert any(name.startswith("train-0/0/1/") for name in sent) is keep
+    assert not any(name.startswith("train-0/0/0/") for name in sent)
+
+
+def test_a_crash_before_a_group_without_variance_was_dropped(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+        store.admit(0, "train-0", 0, 2, V0)
+        for sample in (0, 1):
+            store.add_trajectory(replace(trajectory(0, sample, V0, prompt_id="train-0"), reward=1.0))
+    run = FakeRun(tmp_path, config(train={"steps": 2, "drop_zero_variance": True}), attempt=2)
+    assert run.run() == "run ended"
+    assert all(group.group_id for batch in run.learner.batches for group in batch.groups)
+    with RolloutStore.open_readonly(tmp_path / "rollouts.sqlite") as store:
+        assert [row["reason"] for row in store.history(prompt_id="train-0")] == ["zero variance"] * 2
+
+
+def test_the_history_answers_from_the_store_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RolloutStore(path) as store:
+        sample_group(store, 0)
+        sample_group(store, 1)
+        train(store, 0, 1)
+        store.drop(0, "expired")
+    assert cli.main(["report", str(path.parent), "--data", "--json"]) == 0
+    *rows, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows[1] == {
+        "step": 0, "prompt_id": "p1", "group_id": 1, "sample_index": 1, "state": "trained", "reason": "",
+        "staleness": 0, "oldest_version": 0, "newest_version": 0, "reward": 0.25, "weight": 0.6, "log_ratio": -0.5,
+        "baseline": 0.125, "grad_norm": 1.5,
+    }  # fmt: skip
+    assert [(row["prompt_id"], row["step"], row["reason"]) for row in rows[2:]] == [("p0", None, "expired")] * 2
+    assert last == {"totals": {"generated": 4, "queued": 0, "trained": 2, "dropped": 2, "failed": 0,
+                               "reasons": {"dropped: expired": 2}}}  # fmt: skip
+    assert cli.main(["report", str(path.parent), "--data", "--prompt", "p1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 and lines[1].split() == ["0", "p1", "0", "trained", "0", "0", "0.6", "0.125"]
+    assert "generated 4, queued 0, trained 2, dropped 2, failed 0" in lines[3]
+    assert cli.main(["report", str(path.parent / "none"), "--data"]) == 1
+    assert "no rollout store at" in capsys.readouterr().err
+
+
+def test_a_limit_on_file_sizes_is_a_full_disk_and_loses_nothing(path: Path) -> None:
+    """The kernel refuses the write, in the middle of a transaction; with the limit gone the same store goes on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with RolloutStore(path) as store:
+        sample_group(store, 0)
+        kept = store.counts()
+        log = path.with_name(path.name + "-wal")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 6000, hard))
+        try:
+            with pytest.raises(StoreFullError, match="cannot grow .*free space on its disk"), store.transaction():
+                for group in range(1, 50):
+                    sample_group(store, group)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+        assert store.counts() == kept
+        sample_group(store, 1)
+        check_invariant(store)
+    with RolloutStore(path) as store:
+        assert [group.group_id for group in store.complete_groups()] == [0, 1]

@@ -1,0 +1,58 @@
+#!/usr/bin/env python3
+"""Groups of rollouts a minute that the store makes durable on one core, and what limits it.
+
+    python tools/bench_store.py                       # groups of 8 x 512 tokens
+    python tools/bench_store.py --tokens 4096 --json
+    python tools/bench_store.py --quick               # within a minute
+    python tools/bench_store.py --dir /scratch        # on the disk that runs will be on
+
+``writers`` is the number of trajectories that end at the same time: what ends while a transaction is written shares
+the next one and its fsync.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from vcpo_megatron.benchmarks import store  # noqa: E402
+
+WRITERS = (1, 8, 64)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools/bench_store.py"
+    )
+    parser.add_argument("--groups", type=int, help="groups to write each time (default: 1,000, quick: 80)")
+    parser.add_argument("--size", type=int, default=8, help="trajectories of a group (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a trajectory (default: %(default)s)")
+    parser.add_argument("--dir", type=Path, help="folder on the disk to measure (default: that of temporary files)")
+    parser.add_argument("--quick", action="store_true", help="fewer groups: ends within a minute")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    groups = options.groups or (80 if options.quick else 1000)
+    with tempfile.TemporaryDirectory(prefix="vcpo-store-", dir=options.dir) as folder, store.one_core():
+        fsync_s = store.fsync_seconds(Path(folder))
+        results = [
+            store.measure(Path(folder), groups=groups, size=options.size, tokens=options.tokens, writers=writers)
+            for writers in WRITERS
+        ]
+    if options.json:
+        print(json.dumps({
+            "benchmark": "store", "size": options.size, "tokens": options.tokens, "fsync_s": fsync_s,
+            "target_groups_per_minute": store.TARGET, "results": [result.as_dict() for result in results],
+        }))  # fmt: skip
+    else:
+        print(f"groups of {options.size} x {options.tokens} tokens, {groups} each time")
+        print(store.table(results, fsync_s))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Failed trajectories: which prompts are set aside, and when there are too many of them to go on.
+
+A failure is never a reward of 0: the trajectory is counted as failed and is not trained on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Mapping
+
+from .tasks import RunError
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as the one line that counts it."""
+    text = " ".join(str(error).split())
+    return (text or type(error).__name__)[:300]
+
+
+def kind_of(message: str) -> str:
+    """``message`` without what differs from one failure of a kind to the next: its numbers."""
+    return re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", message)
+
+
+class FailureWindow:
+    """Ends the run when more than ``max_ratio`` of the last ``size`` outcomes are failures.
+
+    An outcome is a complete group or a failed trajectory. Failures may be quick and successes slow: ``size`` is several
+    times the number of groups in flight.
+    """
+
+    def __init__(self, size: int, max_ratio: float) -> None:
+        self._outcomes: deque[str | None] = deque(maxlen=size)
+        self._max_ratio = max_ratio
+
+    def success(self) -> None:
+        self._outcomes.append(None)
+
+    def failure(self, error: BaseException) -> None:
+        """RunError with the commonest kind of the failures when there are too many."""
+        self._outcomes.append(one_line(error))
+        messages = {kind_of(outcome): outcome for outcome in self._outcomes if outcome is not None}  # the latest
+        reasons = Counter(kind_of(outcome) for outcome in self._outcomes if outcome is not None)
+        total, window = sum(reasons.values()), len(self._outcomes)
+        if window == self._outcomes.maxlen and total > self._max_ratio * window:
+            kind, count = reasons.most_common(1)[0]
+            raise RunError(
+                f"{total} of the last {window} outcomes are failures (rollout.max_failure_ratio = "
+                f"{self._max_ratio:g}), {count} of them: {messages[kind]}"
+            )
+
+
+class PromptFailures:
+    """Counts failures by prompt. A prompt with ``limit`` failures is set aside: it is not sampled any more.
+
+    ``before``: failures of earlier attempts of the run.
+    """
+
+    def __init__(self, limit: int, before: Mapping[str, int]) -> None:
+        self._limit = limit
+        self._counts = Counter(before)
+
+    def failure(self, prompt_id: str, error: BaseException) -> bool:
+        """Count one; whether the prompt is to be tried again."""
+        self._counts[prompt_id] += 1
+        if self._counts[prompt_id] == self._limit:
+            print(f"prompt {prompt_id} is set aside after {self._limit} failures, the last: {one_line(error)}",
+                  flush=True)  # fmt: skip
+        return not self.is_set_aside(prompt_id)
+
+    def is_set_aside(self, prompt_id: str) -> bool:
+        return self._counts[prompt_id] >= self._limit
+
+    @property
+    def set_aside(self) -> list[str]:
+        """Names of the prompts that were set aside."""
+        return sorted(prompt_id for prompt_id, count in self._counts.items() if count >= self._limit)
