@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from vcpo_megatron.orchestrator.generation import Cursor, FailureCounter, Generation
-from vcpo_megatron.orchestrator.loop import _failure_limit
+from vcpo_megatron.orchestrator.failures import FailureWindow, PromptFailures
+from vcpo_megatron.orchestrator.generation import Cursor, Generation, GenerationRules
+from vcpo_megatron.orchestrator.loop import _failure_window
+from vcpo_megatron.orchestrator.store_resume import ResumePlan
 from vcpo_megatron.orchestrator.tasks import RunError
 from vcpo_megatron.rollout.fleet import Changes
 
@@ -32,9 +34,13 @@ def test_the_prompt_of_an_expired_group_is_the_next_one_the_oldest_first() -> No
         class Fleet:
             changes = Changes()
 
+        plan = ResumePlan(
+            step=0, buffer=(), cursors={5: 17, 6: 12}, requeue=(), next_group_id=9, next_cursor=40
+        )  # fmt: skip
+        rules = GenerationRules(1, 9, False, False, 9)
         generation = Generation(
-            None, Fleet(), None, recorder, cursor, None, group_size=1, total_groups=9,  # type: ignore[arg-type]
-            positions={5: 17, 6: 12}, failures=FailureCounter(9),
+            None, Fleet(), None, recorder, cursor, None, rules, plan,  # type: ignore[arg-type]
+            prompts=PromptFailures(3, {}), failures=FailureWindow(9, 0.5),
         )  # fmt: skip
         ending = [asyncio.ensure_future(generation.expire(group_id)) for group_id in (5, 6)]
         await asyncio.sleep(0)  # the store has not answered
@@ -46,17 +52,20 @@ def test_the_prompt_of_an_expired_group_is_the_next_one_the_oldest_first() -> No
 
 
 def test_failures_of_a_kind_are_counted_together() -> None:
-    failures = FailureCounter(6)
+    failures = FailureWindow(6, 0.5)
     for number in range(3):
         failures.failure(ValueError(f"log-prob {number}.5e-3 of token {number} is not finite"))
     for text in ("the judge is down", "connection lost"):
         failures.failure(OSError(text))
     with pytest.raises(RunError) as caught:
         failures.failure(ValueError("log-prob -7.5 of token 9 is not finite"))
-    assert str(caught.value) == "6 groups failed in a row, 4 of them with: log-prob -7.5 of token 9 is not finite"
+    assert str(caught.value) == (
+        "6 of the last 6 outcomes are failures (rollout.max_failure_ratio = 0.5), 4 of them: log-prob -7.5 of token 9 "
+        "is not finite"
+    )
 
 
 @pytest.mark.parametrize(("staleness", "groups", "limit"), [(0, 1, 20), (4, 8, 80), (16, 8, 272)])
 def test_the_limit_is_twice_what_is_in_flight(staleness: int, groups: int, limit: int) -> None:
     cfg = config(staleness={"max_staleness": staleness}, train={"groups_per_step": groups})
-    assert _failure_limit(cfg) == limit
+    assert _failure_window(cfg) == limit
