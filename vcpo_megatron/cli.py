@@ -200,7 +200,7 @@ def _train(args: argparse.Namespace) -> int:
         return _refuse(error.problems)
     for note in run.notes:
         print(f"vcpo: {note}", file=sys.stderr)
-    if args.resume and _is_finished(run):
+    if args.resume and args.from_step is None and _is_finished(run):
         print(f"{run.directory}: already finished: all {run.config.train.steps} steps are done; to go on, raise "
               "train.steps (--set train.steps=N)")  # fmt: skip
         return DONE
@@ -243,7 +243,7 @@ def _resumed_run(args: argparse.Namespace) -> _Run:
     ]
     if refused:
         raise ConfigError(refused)
-    done = _steps_done(directory)
+    done = _steps_done(directory) if args.from_step is None else args.from_step
     if config.train.steps < done:
         raise ConfigError([
             f"--resume: {done} steps are done already: train.steps = {config.train.steps} is less; raise train.steps "

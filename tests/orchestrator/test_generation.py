@@ -65,7 +65,7 @@ def test_failures_of_a_kind_are_counted_together() -> None:
     )
 
 
-@pytest.mark.parametrize(("staleness", "groups", "limit"), [(0, 1, 20), (4, 8, 80), (16, 8, 272)])
-def test_the_limit_is_twice_what_is_in_flight(staleness: int, groups: int, limit: int) -> None:
+@pytest.mark.parametrize(("staleness", "groups", "limit"), [(0, 1, 100), (4, 8, 400), (16, 8, 1360)])
+def test_the_window_is_many_times_what_is_in_flight(staleness: int, groups: int, limit: int) -> None:
     cfg = config(staleness={"max_staleness": staleness}, train={"groups_per_step": groups})
     assert _failure_window(cfg) == limit

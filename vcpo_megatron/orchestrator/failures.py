@@ -33,6 +33,7 @@ class FailureWindow:
     def __init__(self, size: int, max_ratio: float) -> None:
         self._outcomes: deque[str | None] = deque(maxlen=size)
         self._max_ratio = max_ratio
+        self._hopeless = max(20, size // 5)  # so many from the start, without one success
 
     def success(self) -> None:
         self._outcomes.append(None)
@@ -43,7 +44,8 @@ class FailureWindow:
         messages = {kind_of(outcome): outcome for outcome in self._outcomes if outcome is not None}  # the latest
         reasons = Counter(kind_of(outcome) for outcome in self._outcomes if outcome is not None)
         total, window = sum(reasons.values()), len(self._outcomes)
-        if window == self._outcomes.maxlen and total > self._max_ratio * window:
+        full = window == self._outcomes.maxlen
+        if (full and total > self._max_ratio * window) or total == window >= self._hopeless:
             kind, count = reasons.most_common(1)[0]
             raise RunError(
                 f"{total} of the last {window} outcomes are failures (rollout.max_failure_ratio = "

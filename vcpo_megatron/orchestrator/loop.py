@@ -379,5 +379,5 @@ class Controller:
 
 
 def _failure_window(config: RunConfig) -> int:
-    """Outcomes among which failures are counted: twice what can be in flight."""
-    return max(20, 2 * (config.staleness.max_staleness + 1) * config.train.groups_per_step)
+    """Outcomes among which failures are counted: many times what can be in flight."""
+    return max(100, 10 * (config.staleness.max_staleness + 1) * config.train.groups_per_step)
