@@ -119,13 +119,13 @@ def test_all_problems_are_printed_together(
     full.mkdir()
     (full / "file").touch()
     arguments = ["train", str(toml), "--run-dir", str(full)]
-    for override in ("train.group_size=1", "environment.options.digitz=3", "parallel.expert=2"):
+    for override in ("train.group_size=1", "environment.options.digitz=3", "algorithm.base_ess_ratio=2.0"):
         arguments += ["--set", override]
     assert cli.main(arguments) == 2
     found = errors(capsys)
     assert started == [] and len(found) == 4
     assert found[0] == f"--run-dir {full}: exists and is not empty; give another one, or --resume"
-    assert any(line.startswith("parallel.expert = 2") for line in found)
+    assert any(line.startswith("algorithm.base_ess_ratio = 2.0") for line in found)
     assert any(line.startswith("train.group_size = 1") for line in found)
     assert any("digitz" in line for line in found)
 
@@ -385,9 +385,9 @@ def test_doctor_passes_where_the_tests_run(toml: Path, capsys: pytest.CaptureFix
 
 
 def test_doctor_fails_on_a_bad_configuration(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    toml.write_text(toml.read_text() + "[parallel]\nexpert = 2\n")
+    toml.write_text(toml.read_text() + "[algorithm]\nbase_ess_ratio = 2.0\n")
     assert cli.main(["doctor", "--config", str(toml)]) == 1
-    assert "parallel.expert = 2: not supported yet" in capsys.readouterr().out
+    assert "algorithm.base_ess_ratio = 2.0: must be" in capsys.readouterr().out
 
 
 def test_doctor_without_torch() -> None:
