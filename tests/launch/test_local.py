@@ -372,7 +372,8 @@ def test_first_signal_stops_after_a_checkpoint(tmp_path: Path, signum: int, expe
         code, out, err = run.wait()
         assert (code, err) == (expected, "")
         name = signal.Signals(signum).name
-        assert out.splitlines()[0].startswith(f"{name}: stopping after the current step")
+        assert out.splitlines()[0] == f"{tmp_path}: starting at step 0; what every process says is in logs/"
+        assert out.splitlines()[1].startswith(f"{name}: stopping after the current step")
         assert out.splitlines()[-2:] == [
             f"stopped by {name}: 0 of 3 steps; run directory: {tmp_path}",
             "newest complete checkpoint: step_2; continue with: "

@@ -110,7 +110,9 @@ def _run_locked(
 def _context(directory: RunDirectory, ports: Ports, options: Options) -> ProcessContext:
     step = workspace.chosen_checkpoint(directory, options.from_step) if options.resume else None
     attempt = workspace.next_attempt(directory)
-    if options.resume:
+    if not options.resume:
+        print(f"{directory.path}: starting at step 0; what every process says is in logs/", flush=True)
+    else:
         for damaged in workspace.skipped_checkpoints(directory) if options.from_step is None else ():
             print(f"vcpo: warning: {damaged} and is skipped", file=sys.stderr, flush=True)
         where = "no complete checkpoint yet: starting at step 0" if step is None else f"resuming from step_{step}"
