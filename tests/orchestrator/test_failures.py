@@ -138,7 +138,7 @@ def test_nothing_but_equal_rewards_ends_the_run(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(FakeEpisode, "step", step)
     run = FakeRun(tmp_path, config(train={"drop_zero_variance": True}))
-    with pytest.raises(RunError, match=r"2\d groups in a row had equal rewards"):
+    with pytest.raises(RunError, match=r"10\d groups in a row had equal rewards"):
         run.run()
 
 

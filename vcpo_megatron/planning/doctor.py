@@ -29,6 +29,7 @@ REQUIRED: dict[str, tuple[str, str]] = {
     "megatron-core": ("0.16.1", "learner: layers, schedules, optimizer, checkpoints"),
     "transformers": ("5", "embedded engine"),
     "tokenizers": ("0.21", "prompts and answers"),
+    "jinja2": ("3.1", "chat templates"),
     "safetensors": ("0.4", "reading and writing Hugging Face checkpoints"),
     "numpy": ("1.26", "arrays"),
     "pydantic": ("2.7", "configuration"),
