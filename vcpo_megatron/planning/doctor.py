@@ -29,7 +29,6 @@ REQUIRED: dict[str, tuple[str, str]] = {
     "megatron-core": ("0.16.1", "learner: layers, schedules, optimizer, checkpoints"),
     "transformers": ("5", "embedded engine"),
     "tokenizers": ("0.21", "prompts and answers"),
-    "jinja2": ("3.1", "chat templates"),
     "safetensors": ("0.4", "reading and writing Hugging Face checkpoints"),
     "numpy": ("1.26", "arrays"),
     "pydantic": ("2.7", "configuration"),
@@ -39,6 +38,7 @@ REQUIRED: dict[str, tuple[str, str]] = {
     "tensorboard": ("2.16", "TensorBoard files"),
     "rich": ("13", "progress in the terminal"),
     "aiohttp": ("3.9", "rollout HTTP client and server"),
+    "jinja2": ("3.1", "chat templates"),
 }
 #: Distribution -> (what it enables, how to get it).
 OPTIONAL: dict[str, tuple[str, str]] = {
