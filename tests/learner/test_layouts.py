@@ -162,7 +162,7 @@ def test_step_equals_the_oracle(name: str, outcomes: dict[str, tuple[RunConfig, 
     for key, parameter in outcome["parameters"].items():
         # Adam's first step moves by lr * sign(g): only a gradient near zero may go astray, by its noise
         difference = (parameter.double() - oracle.parameters[key]).abs()
-        assert float(difference.max()) < 2e-3 and float(difference.mean()) < 1e-6, key
+        assert float(difference.max()) < 2e-3 and float(difference.mean()) < 3e-6, key
 
 
 @pytest.mark.timeout(300)

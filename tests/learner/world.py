@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 
 class WorldFailed(AssertionError):
     """A rank failed; the message holds the end of its output."""
@@ -79,6 +81,11 @@ def main() -> None:
     result = getattr(importlib.import_module(module), function)(**arguments)
     if os.environ["RANK"] == "0":
         (Path(folder) / "result").write_bytes(pickle.dumps(result))
+    if dist.is_initialized():
+        dist.barrier()  # a rank that leaves while another still talks to it makes that one fail
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of collectives may outlive their group
 
 
 if __name__ == "__main__":
