@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..config.models import EnvironmentConfig
 from .base import Action, EnvironmentSetupError, Example, Observation, Outcome, Problems, fingerprint
 from .chat import ChatTemplate
+from .options import parse_options
 
 NAME = "arithmetic"
 
@@ -118,17 +119,7 @@ class Arithmetic:
 
 
 def _parse_options(config: EnvironmentConfig) -> Options:
-    try:
-        options = Options(**config.options)
-    except ValidationError as error:
-        allowed = ", ".join(Options.model_fields)
-        raise EnvironmentSetupError(
-            *(
-                f"environment.options.{'.'.join(map(str, item['loc']))} = {item['input']!r}: "
-                f"{item['msg'].lower()} (options of {NAME}: {allowed})"
-                for item in error.errors()
-            )
-        ) from error
+    options = parse_options(Options, config.options, NAME)
     problems = [
         f"environment.{key}: {NAME} makes its own prompts; remove it"
         for key in ("data", "heldout")

@@ -16,12 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
 from ..config.models import EnvironmentConfig
 from .base import Action, EnvironmentSetupError, Example, Observation, Outcome, Problems, fingerprint
 from .datasets import Row, ShuffledOrder, read_rows
+from .options import parse_options
 
 NAME = "modular_sum"
 HELDOUT_PROMPTS = 256
@@ -100,7 +101,7 @@ class ModularSum:
         problems = Problems()
         options = Options()
         with problems.collect():
-            options = _parse_options(config.options)
+            options = parse_options(Options, config.options, NAME)
         with problems.collect():
             self._tokenizer, self._ids = _load_tokenizer(tokenizer_dir)
         self._options = options
@@ -149,20 +150,6 @@ class ModularSum:
             prompt = draw_prompt(f"train/{self._seed}/{index}", retry, self._options.digits)
             retry += 1
         return prompt
-
-
-def _parse_options(options: Mapping[str, Any]) -> Options:
-    try:
-        return Options(**options)
-    except ValidationError as error:
-        allowed = ", ".join(Options.model_fields)
-        raise EnvironmentSetupError(
-            *(
-                f"environment.options.{'.'.join(map(str, item['loc']))} = {item['input']!r}: "
-                f"{item['msg'].lower()} (options of {NAME}: {allowed})"
-                for item in error.errors()
-            )
-        ) from error
 
 
 def _load_tokenizer(folder: Path) -> tuple[Tokenizer, dict[str, int]]:
