@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +91,22 @@ def model_folder(tmp_path: Path) -> Path:
 def make_model(tmp_path: Path) -> Callable[..., Path]:
     """make_model(key=value, ...): the folder with changes to config.json."""
     return lambda **changes: write_model_folder(tmp_path / "changed", changes)
+
+
+@contextmanager
+def _file_size_limit(limit: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
+    """Within it the system refuses to let a file grow beyond so many bytes: the real errors of a full disk.
+
+    It holds for pytest's own report too where that goes to a file, so it must end inside the test.
+    """
+    return _file_size_limit

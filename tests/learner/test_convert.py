@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
-import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -146,23 +146,15 @@ def test_a_disk_that_fills_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def small_files() -> Iterator[Callable[[], None]]:
-    """Calling it makes the system refuse files of more than 6,000 bytes: the real errors of a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_the_system_refuses_to_write(
-    folders: dict[str, Path], tmp_path: Path, small_files: Callable[[], None]
+    folders: dict[str, Path], tmp_path: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
 ) -> None:
     checkpoint = imported(folders["llama"], tmp_path / "checkpoint")
-    small_files()
-    with pytest.raises(ConversionError, match="was not written: File too large; nothing was left behind"):
-        imported(folders["llama"], tmp_path / "second")
-    with pytest.raises(ConversionError, match="was not written: File too large; nothing was left behind"):
-        export_hf(checkpoint, tmp_path / "back", progress=False)
+    with file_size_limit(6000):
+        with pytest.raises(ConversionError, match="was not written: File too large; nothing was left behind"):
+            imported(folders["llama"], tmp_path / "second")
+        with pytest.raises(ConversionError, match="was not written: File too large; nothing was left behind"):
+            export_hf(checkpoint, tmp_path / "back", progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 

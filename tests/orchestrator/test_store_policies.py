@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import resource
-import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,22 +168,21 @@ def test_the_history_answers_from_the_store_alone(path: Path, capsys: pytest.Cap
     assert "no rollout store at" in capsys.readouterr().err
 
 
-def test_a_limit_on_file_sizes_is_a_full_disk_and_loses_nothing(path: Path) -> None:
+def test_a_limit_on_file_sizes_is_a_full_disk_and_loses_nothing(
+    path: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
+) -> None:
     """The kernel refuses the write, in the middle of a transaction; with the limit gone the same store goes on."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with RolloutStore(path) as store:
         sample_group(store, 0)
         kept = store.counts()
-        log = path.with_name(path.name + "-wal")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 6000, hard))
-        try:
-            with pytest.raises(StoreFullError, match="cannot grow .*free space on its disk"), store.transaction():
-                for group in range(1, 50):
-                    sample_group(store, group)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            signal.signal(signal.SIGXFSZ, handler)
+        room = path.with_name(path.name + "-wal").stat().st_size + 6000
+        with (
+            pytest.raises(StoreFullError, match="cannot grow .*free space on its disk"),
+            file_size_limit(room),
+            store.transaction(),
+        ):
+            for group in range(1, 50):
+                sample_group(store, group)
         assert store.counts() == kept
         sample_group(store, 1)
         check_invariant(store)
