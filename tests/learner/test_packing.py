@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -42,6 +44,18 @@ def test_a_pack_lays_trajectories_end_to_end_without_their_last_token() -> None:
     assert pack.segments.tolist() == [0, 0, 1, 2]
     assert pack.boundaries == (0, 2, 3)
     assert (pack.group, pack.length, pack.padded) == (1, 4, 1)
+
+
+def test_tokens_of_the_learners_own_version_are_marked() -> None:
+    spans = (VersionSpan(1, 3, PolicyVersion(1, 4)), VersionSpan(3, 5, PolicyVersion(2, 5)))
+    mixed = replace(trajectory([5, 6, 7, 8, 9], 1), turns=(Turn(1, 5, "stop", spans),))
+    mixed.loss_mask[4] = False
+    rows = [Row(0, 0, mixed), Row(1, 0, trajectory([1, 2], 1))]
+    found = {v: make_pack(rows, Share(), torch.device("cpu"), version=v).current.tolist() for v in (0, 4, 5)}
+    # labels 6 7 | 8 (9 is an observation) | 2 of version 0
+    assert found[0] == [False, False, False, False, True]
+    assert found[4] == [True, True, False, False, False]
+    assert found[5] == [False, False, True, False, False]
 
 
 def test_context_ranks_hold_the_first_and_the_last_chunks() -> None:
