@@ -77,6 +77,8 @@ def main(argv: list[str]) -> int:
 
 
 def run_check(name: str, check: Callable[[Path], str], folder: Path) -> Outcome:
+    from megatron.core import parallel_state
+
     started = time.monotonic()
     try:
         state, text = "passed", check(folder)
@@ -85,6 +87,8 @@ def run_check(name: str, check: Callable[[Path], str], folder: Path) -> Outcome:
     except Exception as error:  # one failure must not hide the others
         traceback.print_exc()
         state, text = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    finally:
+        parallel_state.destroy_model_parallel()  # every check builds its own groups
     return Outcome(name, state, text, time.monotonic() - started)
 
 
@@ -249,7 +253,7 @@ class Bench:
     def close(self) -> None:
         from megatron.core import parallel_state
 
-        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_model_parallel()  # so that another can be built
 
 
 def memory_and_time(folder: Path) -> str:

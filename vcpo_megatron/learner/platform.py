@@ -49,8 +49,9 @@ def kernels() -> Kernels:
     return tell_megatron(choose_kernels(find_kernels(), can_run=runs_kernels()))
 
 
+@functools.cache
 def prepare() -> None:
-    """Bind this process to its GPU, or make Megatron run on CPUs. Call before Megatron is imported."""
+    """Bind this process to its GPU, or make Megatron run on CPUs. Call before Megatron is imported; once is enough."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     if os.environ.get("RANK", "0") == "0":
         for note in kernels().notes:
