@@ -196,8 +196,8 @@ def step_metrics(
 ) -> dict[str, float]:  # fmt: skip
     """The learner's share of a row of ``metrics.jsonl``."""
     advantage = (facts.rewards - facts.baselines(table)) * facts.inverse_std * weights
-    # a method that is not linear in the advantage has it in its token coefficients already
-    factor = torch.where(facts.has_variance, advantage if facts.linear else torch.ones_like(advantage), 0.0)
+    # a method that is not linear in the advantage has it in its token coefficients already, zeros included
+    factor = torch.where(facts.has_variance, advantage, 0.0) if facts.linear else torch.ones_like(advantage)
     norms = table.grad_norm[~table.grad_norm.isnan()]
     tokens = facts.sampled_tokens.sum()
     starts = torch.tensor([0, *facts.group_sizes[:-1]]).cumsum(0)

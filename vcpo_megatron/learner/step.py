@@ -42,7 +42,7 @@ from .results import RowTable, step_metrics, trajectory_results
 from .schedule import ForwardStep, Loss, as_loss, forward_tokens, run_schedule
 from .score_gradients import attach
 from .score_state import Coefficients, PackScores, ScoreSwitch
-from .step_plan import StepPlan
+from .step_plan import StepPlan, packing_for
 from .step_size import EssState, batch_ess_ratio
 from .training import Trainable
 
@@ -62,6 +62,7 @@ class VcpoStep:
         algorithm = config.algorithm
         self._mode = algorithm.opob_mode if algorithm.row.needs_norms else "plain"
         self._switch = ScoreSwitch()
+        self._packing = config
         self._groups = self._attach() if self._mode in ("accumulate", "deferred", "two_pass") else None
         self._reference = ReferenceWeights(trainable.chunks) if algorithm.kl_reference == "initial" else None
         if self._reference is not None and parallel.rank == 0:
@@ -77,8 +78,12 @@ class VcpoStep:
         algorithm, parallel, chunks = self.config.algorithm, self.parallel, self.trainable.chunks
         tied = self.trainable.shape.tie_word_embeddings
         parameters: dict[str, torch.nn.Parameter] = {}
+        alone: list[str] = []
         for number, chunk in enumerate(chunks):
-            parameters |= attach(chunk, self._switch, parallel, prefix=f"{number}.", tied=tied)
+            attached = attach(chunk, self._switch, parallel, prefix=f"{number}.", tied=tied)
+            parameters |= attached.parameters
+            alone += attached.alone
+        self._packing = packing_for(alone, self.config, parallel)
         common = (parameters, len(chunks), parallel)
         if self._mode == "accumulate":
             dtype = _DTYPES[algorithm.opob_accumulator_dtype]
@@ -126,7 +131,7 @@ class VcpoStep:
 
     def _gradient(self, silent: Sequence[Pack], packs: Sequence[Pack]) -> None:
         """The gradient of the whole batch; groups of one reward (``silent``) have none, but ESS needs their l_i."""
-        everything, regularized = [*silent, *packs], self.config.algorithm.regularized
+        everything, algorithm = [*silent, *packs], self.config.algorithm
         self._score_by_reference(everything)
         if self._objective.row.statistic:
             self._find_statistic(everything)
@@ -136,12 +141,13 @@ class VcpoStep:
             self._schedule(self._cut_groups(packs), self._forward_scoring, forward_only=True)
         buckets = self.trainable.overlapped_buckets()
         if self._mode in ("accumulate", "deferred"):
-            if regularized:
+            if algorithm.regularized:
                 self._schedule(everything, self._forward_regularizer)
             return self._exact_backward(packs, buckets)
         if self._mode == "two_pass":
             self._exact_backward(packs, [])
-        self._schedule(everything if regularized else packs, self._forward_plain)
+        whole = algorithm.regularized or algorithm.row.whole_batch
+        self._schedule(everything if whole else packs, self._forward_plain)
         for bucket in buckets:
             bucket.start_grad_sync()
 
@@ -173,7 +179,7 @@ class VcpoStep:
     # --- plan ---------------------------------------------------------------------------------
 
     def _plan(self, batch: Batch, version: int) -> StepPlan:
-        groups, config = batch_rows(batch), self.config
+        groups, config = batch_rows(batch), self._packing
         self._objective = Objective(
             config.algorithm, groups, config.rollout.max_new_tokens, self.ess_state.previous_ratio
         )

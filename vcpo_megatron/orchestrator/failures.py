@@ -5,6 +5,7 @@ A failure is never a reward of 0: the trajectory is counted as failed and is not
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -24,7 +25,8 @@ def kind_of(message: str) -> str:
 
 
 class FailureWindow:
-    """Ends the run when more than ``max_ratio`` of the last ``size`` outcomes are failures.
+    """Ends the run when more than ``max_ratio`` of the last ``size`` outcomes are failures, or a fifth of ``size`` in a
+    row (more where ``max_ratio`` is above a half).
 
     An outcome is a complete group or a failed trajectory. Failures may be quick and successes slow: ``size`` is several
     times the number of groups in flight.
@@ -33,22 +35,28 @@ class FailureWindow:
     def __init__(self, size: int, max_ratio: float) -> None:
         self._outcomes: deque[str | None] = deque(maxlen=size)
         self._max_ratio = max_ratio
-        self._hopeless = max(20, size // 5)  # so many from the start, without one success
+        # so many without one success: a chance of one in a million where failures are as frequent as allowed
+        self._hopeless = max(20, size // 5, math.ceil(math.log(1e-6) / math.log(max_ratio)))
+        self._in_a_row = 0
 
     def success(self) -> None:
         self._outcomes.append(None)
+        self._in_a_row = 0
 
     def failure(self, error: BaseException) -> None:
         """RunError with the commonest kind of the failures when there are too many."""
         self._outcomes.append(one_line(error))
+        self._in_a_row += 1
         messages = {kind_of(outcome): outcome for outcome in self._outcomes if outcome is not None}  # the latest
         reasons = Counter(kind_of(outcome) for outcome in self._outcomes if outcome is not None)
         total, window = sum(reasons.values()), len(self._outcomes)
         full = window == self._outcomes.maxlen
-        if (full and total > self._max_ratio * window) or total == window >= self._hopeless:
+        hopeless = self._in_a_row >= self._hopeless
+        if (full and total > self._max_ratio * window) or hopeless:
             kind, count = reasons.most_common(1)[0]
+            last = f", the last {self._in_a_row} in a row" if hopeless and total < window else ""
             raise RunError(
-                f"{total} of the last {window} outcomes are failures (rollout.max_failure_ratio = "
+                f"{total} of the last {window} outcomes are failures{last} (rollout.max_failure_ratio = "
                 f"{self._max_ratio:g}), {count} of them: {messages[kind]}"
             )
 

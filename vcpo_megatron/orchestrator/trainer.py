@@ -25,6 +25,10 @@ from .pacing import Pacer
 from .recorder import Recorder
 from .rows import MetricsLog, step_row
 from .store import Counts, RolloutStore
+from .tasks import RunError
+
+#: So many skipped steps in a row end the run: it does not come back by itself.
+MOST_SKIPPED = 10
 
 
 class Trainer:
@@ -56,6 +60,7 @@ class Trainer:
         self._fingerprint = fingerprint
         self._requeue = requeue
         self._step_ended = time.monotonic()
+        self._skipped_in_a_row = 0
         self._mismatch = MismatchWatch(config)
 
     def begin(self) -> None:
@@ -82,7 +87,7 @@ class Trainer:
         return result
 
     async def record(self, batch: Batch, result: StepResult, *, wait_s: float, sync_s: float) -> None:
-        """Write the row of the step that was taken last."""
+        """Write the row of the step that was taken last; RunError when it was one skipped step too many."""
         counts: Counts = await self._recorder.write(lambda store: store.counts())
         now = time.monotonic()
         times = {"time/step": now - self._step_ended, "time/wait_batch": wait_s, "time/sync": sync_s}
@@ -91,6 +96,13 @@ class Trainer:
         if self.pacer is not None:
             row["staleness/admitted"] = self.pacer.lag
         self.log.add(row)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
+        if self._skipped_in_a_row >= MOST_SKIPPED:
+            raise RunError(
+                f"{self._skipped_in_a_row} steps in a row were skipped, up to step {batch.step} ({result.skipped}): "
+                "the run has diverged; go back with --resume --from-step N to a checkpoint before it did, with a lower "
+                "optimizer.lr"
+            )
 
     async def checkpoint_if_due(self) -> None:
         """Begin a checkpoint after every ``checkpoint.every`` steps; training goes on while it is written."""
