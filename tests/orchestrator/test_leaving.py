@@ -72,7 +72,7 @@ def test_it_is_left_at_once_when_the_last_step_took_longer_than_is_left(tmp_path
 
 
 @pytest.mark.parametrize("changes", [{"long_s": 0.5}, {"may_leave": False, "long_s": 1.5}])
-def test_a_step_that_ends_counts_whether_it_was_asked_to_be_left_or_not(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_step_that_ends_counts_even_if_it_was_to_be_left(changes: dict[str, Any], tmp_path: Path) -> None:
     grace_s = 20.0 if changes.get("may_leave", True) else 1.0
     run, _ = stopped_in_a_step(tmp_path / "run", "bounded", grace_s, **changes)
     assert run.learner.left == [] and run.learner.checkpoints[-1] == AT + 1
