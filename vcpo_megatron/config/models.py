@@ -241,6 +241,10 @@ class LaunchConfig(Section):
     master_port: int = Field(0, ge=0, le=65535, description="rendezvous of the learner ranks; 0: any free")
     control_port: int = Field(0, ge=0, le=65535, description="orchestrator's control socket; 0: any free")
     timeout_s: float = Field(300.0, gt=0, description="deadline of every wait between processes")
+    grace_s: float = Field(
+        30.0, gt=0, description="after a signal or --max-hours: half of it is the step's in progress, which is left in "
+        "its middle when it needs longer, the rest the checkpoint's"
+    )
 
 
 class ObservabilityConfig(Section):
