@@ -246,6 +246,9 @@ class ObservabilityConfig(Section):
 
     tensorboard: bool = Field(True, description="write TensorBoard files beside metrics.jsonl")
     watchdog_s: float = Field(120.0, gt=0, description="say who waits for whom when nothing moved for this long")
+    mismatch_warning: float = Field(
+        0.02, gt=0, allow_inf_nan=True, description="mismatch/mean above which likely causes are named; inf: never"
+    )
 
 
 class RunConfig(Section):
