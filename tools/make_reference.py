@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from vcpo_megatron.cli_train import CHANGEABLE_ON_RESUME  # noqa: E402
 from vcpo_megatron.config.methods import METHODS, Method  # noqa: E402
-from vcpo_megatron.config.models import RunConfig, Section  # noqa: E402
+from vcpo_megatron.config.models import AlgorithmConfig, RunConfig, Section  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 INTRODUCTION = """\
@@ -47,11 +47,13 @@ keys must satisfy together is checked before anything starts, and every problem 
 Keys that end in `_s` are seconds. "resume: yes" marks keys that `--resume --set` may change; the others decide what is
 trained, and a run keeps them. "-" as default: not set, which the meaning explains.
 """
+HEADER = "| key | value | default | resume | meaning |\n|---|---|---|---|---|\n"
 METHOD_TABLE = """\
 ### Methods
 
 What a row of `algorithm.method` sets; each of these keys overrides the row. [method.md](method.md) has the formulas.
 """
+_OF_A_METHOD = {f"algorithm.{field.name}" for field in dataclasses.fields(Method)}
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
 _BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
 
@@ -80,7 +82,7 @@ def _type(annotation: Any) -> str:
     if origin is typing.Literal:
         return ", ".join(f"`{json.dumps(value)}`" for value in parts)
     if origin is tuple:
-        return f"list of {_type(parts[0])}" if parts[-1] is ... else f"{len(parts)} times {_type(parts[0])}"
+        return f"list of {_type(parts[0])}" if parts[-1] is ... else f"{len(parts)} {_type(parts[0])}s"
     if origin is dict:
         return f"table of {_type(parts[1])}" if parts[1] in _WORDS else "table"
     if parts:  # a union
@@ -88,13 +90,13 @@ def _type(annotation: Any) -> str:
     return _WORDS[annotation]
 
 
-def default(section: str, key: str, field: FieldInfo) -> str:
+def default(key: str, field: FieldInfo) -> str:
     """The default as TOML; in words where a row of a method gives it, or where there is none."""
     if field.is_required():
         return "**required**"
     value = field.get_default(call_default_factory=True)
     if value is None:
-        return "by method" if section == "algorithm" and key in Method.__dataclass_fields__ else "-"
+        return "by method" if key in _OF_A_METHOD else "-"
     return f"`{json.dumps(value, default=str)}`"
 
 
@@ -103,11 +105,11 @@ def page() -> str:
     parts = [INTRODUCTION]
     for name, model in sections():
         about = " ".join((model.__doc__ or "").split()).replace("``", "`")
-        parts.append(f"\n## [{name}]\n\n{_linked(about)}\n\n| key | value | default | resume | meaning |\n|---|---|---|---|---|\n")
+        parts.append(f"\n## [{name}]\n\n{_linked(about)}\n\n{HEADER}")
         for key, field in model.model_fields.items():
             dotted = f"{name}.{key}"
             resume = "yes" if dotted in CHANGEABLE_ON_RESUME else ""
-            cells = (f"`{dotted}`", allowed(field), default(name, key, field), resume, _linked(field.description or ""))
+            cells = (f"`{dotted}`", allowed(field), default(dotted, field), resume, _linked(field.description or ""))
             parts.append("| " + " | ".join(cells) + " |\n")
         if name == "algorithm":
             parts.append(f"\n{METHOD_TABLE}\n{_methods()}")
@@ -115,7 +117,7 @@ def page() -> str:
 
 
 def _methods() -> str:
-    keys = [field.name for field in dataclasses.fields(Method) if field.name in RunConfig.model_fields["algorithm"].annotation.model_fields]  # noqa: E501
+    keys = [field.name for field in dataclasses.fields(Method) if field.name in AlgorithmConfig.model_fields]
     lines = [f"| method | {' | '.join(f'`{key}`' for key in keys)} | what it is |", "|---" * (len(keys) + 2) + "|"]
     for name, row in METHODS.items():
         values = [str(getattr(row, key)).lower() for key in keys]
@@ -140,7 +142,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
         return 0
-    print(f"make_reference: {PAGE.relative_to(ROOT)} is not up to date; run: python tools/make_reference.py", file=sys.stderr)
+    name = PAGE.relative_to(ROOT)
+    print(f"make_reference: {name} is not up to date; run: python tools/make_reference.py", file=sys.stderr)
     return 1
 
 
