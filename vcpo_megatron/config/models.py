@@ -125,9 +125,13 @@ class TrainConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["embedded", "replay"] = "embedded"
+    engine: Literal["embedded", "sglang", "replay"] = "embedded"
     replay: Path | None = Field(None, description="run directory whose rollouts are trained on again")
-    servers: int = Field(1, ge=1)
+    servers: int = Field(1, ge=1, description="servers to start; those of rollout.addresses are joined instead")
+    python: Path | None = Field(None, description="interpreter of the environment that SGLang is installed in")
+    addresses: tuple[str, ...] = Field((), description="servers that run already, as http://HOST:PORT: joined")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs of one server")
+    args: tuple[str, ...] = Field((), description="further arguments of every SGLang server")
     port: int = Field(0, ge=0, le=65535, description="port of the first server, the next ones follow; 0: any free")
     temperature: float = Field(1.0, gt=0)
     max_new_tokens: int = Field(1024, gt=0)
@@ -146,7 +150,23 @@ class RolloutConfig(Section):
     )
     request_timeout_s: float = Field(600.0, gt=0)
     start_timeout_s: float = Field(300.0, gt=0)
+    health_interval_s: float = Field(
+        10.0, gt=0, description="a server that answered nothing for so long is asked whether it is well"
+    )
+    health_timeout_s: float = Field(60.0, gt=0, description="two such questions in a row without an answer in time: "
+                                    "the server hangs")  # fmt: skip
     sync_timeout_s: float = Field(300.0, gt=0)
+
+
+    @property
+    def started(self) -> int:
+        """Servers that the run starts itself."""
+        return 0 if self.engine == "replay" or self.addresses else self.servers
+
+    @property
+    def fleet_size(self) -> int:
+        """Servers that the run works with, started or joined."""
+        return len(self.addresses) or self.started
 
 
 class EnvironmentConfig(Section):
