@@ -255,13 +255,20 @@ def parse_generate(
     """
     output_ids = token_ids(_field(reply, "output_ids", "generate reply"), "output_ids", vocab_size)
     meta = _field(reply, "meta_info", "generate reply")
-    finish = _finish(_field(meta, "finish_reason", "meta_info"), output_ids)
-    if not output_ids:
-        return GenerateResult((), (), (), finish)
-    logprobs = _logprobs(_field(meta, "output_token_logprobs", "meta_info"), output_ids, "output_token_logprobs")
-    if sampling is not None and sampling.restricted:
-        logprobs = _restricted_logprobs(meta, len(output_ids))
-    return GenerateResult(output_ids, logprobs, _spans(meta, len(output_ids)), finish)
+    reason = _field(meta, "finish_reason", "meta_info")
+    finish = _field(reason, "type", "finish_reason")
+    if finish not in FINISH_REASONS:
+        raise ProtocolError(f"finish_reason.type {finish!r}: expected one of {', '.join(FINISH_REASONS)}")
+    logprobs: tuple[float, ...] = ()
+    spans: tuple[Span, ...] = ()
+    if output_ids:
+        logprobs = _logprobs(_field(meta, "output_token_logprobs", "meta_info"), output_ids, "output_token_logprobs")
+        if sampling is not None and sampling.restricted:
+            logprobs = _restricted_logprobs(meta, len(output_ids))
+        spans = _spans(meta, len(output_ids))
+    if finish == "stop":
+        _check_stop(reason, output_ids)
+    return GenerateResult(output_ids, logprobs, spans, finish)
 
 
 def parse_generate_batch(
@@ -291,15 +298,11 @@ def parse_success(reply: object) -> str:
     raise ProtocolError(f"refused: {message}")
 
 
-def _finish(reason: object, output_ids: Sequence[int]) -> str:
-    """Type of a finish reason. A stop token is part of the answer: it was sampled, so the learner counts it as well."""
-    finish = _field(reason, "type", "finish_reason")
-    if finish not in FINISH_REASONS:
-        raise ProtocolError(f"finish_reason.type {finish!r}: expected one of {', '.join(FINISH_REASONS)}")
-    matched = reason.get("matched") if isinstance(reason, Mapping) else None
-    if finish == "stop" and isinstance(matched, int) and (not output_ids or output_ids[-1] != matched):
+def _check_stop(reason: Mapping[str, Any], output_ids: Sequence[int]) -> None:
+    """A stop token is part of the answer: it was sampled, so the learner counts it as well."""
+    matched = reason.get("matched")  # a text where a string stopped it
+    if isinstance(matched, int) and (not output_ids or output_ids[-1] != matched):
         raise ProtocolError(f"finish_reason {reason!r}: the stop token is not the last of output_ids")
-    return str(finish)
 
 
 def _restricted_logprobs(meta: object, count: int) -> tuple[float, ...]:
