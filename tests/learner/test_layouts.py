@@ -144,6 +144,9 @@ def test_step_equals_the_oracle(name: str, outcomes: dict[str, tuple[RunConfig, 
     torch.testing.assert_close(
         torch.tensor([row.baseline for row in rows], dtype=torch.float64), oracle.baselines, rtol=0, atol=2e-5
     )
+    assert metrics["mismatch/tokens"] == len(oracle.mismatch)
+    assert metrics["mismatch/mean"] == pytest.approx(float(oracle.mismatch.mean()), abs=1e-5)
+    assert metrics["mismatch/max"] == pytest.approx(float(oracle.mismatch.max()), abs=2e-5)
     assert metrics["loss"] == pytest.approx(oracle.loss, rel=2e-5)
     assert metrics["ess/ratio"] == pytest.approx(oracle.ess, rel=5e-6)
     assert metrics["lr/effective"] == pytest.approx(oracle.learning_rate, rel=5e-6)

@@ -32,6 +32,7 @@ from ..types import Batch, PolicyVersion, StepResult
 from . import platform
 from .log_ratios import LogRatioExchange
 from .logprobs import squared_score_norms, token_logprobs
+from .mismatch import mismatch_metrics, pack_mismatch
 from .objective import Objective
 from .opob_sums import Bucket, DeferredGradients, GroupNorms, OpobSums
 from .packing import Pack, batch_rows
@@ -100,7 +101,7 @@ class VcpoStep:
         and schedule unchanged and says so.
         """
         started = time.perf_counter()
-        plan = self._plan(batch)
+        plan = self._plan(batch, version.number - 1)
         self.trainable.zero_gradients()
         self._gradient(plan.silent, plan.speaking)  # l_i -> w_i; |g_i| -> b_g; G
         seconds = time.perf_counter() - started
@@ -120,7 +121,7 @@ class VcpoStep:
             ess_ratio_truncated=batch_ess_ratio(table.log_ratio, "truncated", algorithm.is_threshold),
             ess_scale=scale, learning_rate=learning_rate, total_norm=total_norm, skipped=bool(skipped),
             seconds=seconds,
-        )  # fmt: skip
+        ) | mismatch_metrics(table)  # fmt: skip
         return StepResult(batch.step, version, skipped, metrics, trajectory_results(table, facts, weights, batch))
 
     def _gradient(self, silent: Sequence[Pack], packs: Sequence[Pack]) -> None:
@@ -171,14 +172,14 @@ class VcpoStep:
 
     # --- plan ---------------------------------------------------------------------------------
 
-    def _plan(self, batch: Batch) -> StepPlan:
+    def _plan(self, batch: Batch, version: int) -> StepPlan:
         groups, config = batch_rows(batch), self.config
         self._objective = Objective(
             config.algorithm, groups, config.rollout.max_new_tokens, self.ess_state.previous_ratio
         )
         self._table = RowTable(len(self._objective.facts.rewards))
         self._proxy = torch.full((len(self._objective.facts.rewards),), math.nan, dtype=torch.float64)
-        return StepPlan.of(groups, self._objective.scales, config, self.parallel, self._device)
+        return StepPlan.of(groups, self._objective.scales, config, self.parallel, self._device, version)
 
     def _group_size(self, pack: Pack) -> int:
         return self._objective.facts.group_sizes[pack.group]
@@ -300,6 +301,7 @@ class VcpoStep:
 
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
         self._table.record_forward(index, sums(ratios), torch.zeros(n), sums(entropy.detach()))
+        self._table.record_mismatch(index, pack_mismatch(pack, ratios, self._messages))
         if self._mode == "proxy":
             self._record_proxy(pack, logits, policy)
         if objective.needs_statistic:

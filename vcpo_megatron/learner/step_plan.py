@@ -27,16 +27,16 @@ class StepPlan:
     @classmethod
     def of(
         cls, groups: Sequence[Sequence[Row]], scales: Sequence[GroupScale], config: RunConfig, parallel: Parallel,
-        device: torch.device,
+        device: torch.device, version: int,
     ) -> StepPlan:  # fmt: skip
-        """``scales`` has one entry a group of the batch."""
+        """``scales`` has one entry a group of the batch; ``version`` is the number of the policy before the step."""
         costs = [sum(row.cost for row in group) for group in groups]
         mine = assign_groups(costs, parallel.replicas)[parallel.replica]
         silent = [row for g in mine if not scales[g].has_variance for row in groups[g]]
         speaking = [groups[g] for g in mine if scales[g].has_variance]
         # gathering all tokens everywhere takes as many of every rank
         equal = config.parallel.expert_dispatcher == "allgather" and parallel.spread_size > 1
-        packer = _Packer(parallel, config.train.max_pack_tokens, device, equal)
+        packer = _Packer(parallel, config.train.max_pack_tokens, device, equal, version)
         return cls(packer.packs([silent]), packer.packs(speaking))
 
 
@@ -46,6 +46,7 @@ class _Packer:
     max_tokens: int
     device: torch.device
     equal_lengths: bool
+    version: int
 
     def packs(self, groups: Sequence[Sequence[Row]]) -> tuple[Pack, ...]:
         """This rank's pack of every micro-step, padded with empty steps to what the schedule asks for."""
@@ -62,5 +63,5 @@ class _Packer:
         lengths = [Layout.of([row.cost for row in part], self.parallel.share).total for part in step]
         return make_pack(
             step[own], self.parallel.share, self.device, group=rows[0].group, step_rows=rows, offset=offset,
-            at_least=max(lengths) if self.equal_lengths else 0,
+            at_least=max(lengths) if self.equal_lengths else 0, version=self.version,
         )  # fmt: skip

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..config.models import RunConfig
 from ..config.run_directory import RunDirectory
+from ..observability.mismatch import MismatchWatch
 from ..types import Batch, StepResult
 from .learner_link import LearnerLink
 from .pacing import Pacer
@@ -55,6 +56,7 @@ class Trainer:
         self._fingerprint = fingerprint
         self._requeue = requeue
         self._step_ended = time.monotonic()
+        self._mismatch = MismatchWatch(config)
 
     def begin(self) -> None:
         """Everything is started: the first step's time counts from here."""
@@ -73,6 +75,8 @@ class Trainer:
         self.version = batch.step + 1
         if self.pacer is not None:
             self.pacer.observe(result.metrics.get("ess/ratio", math.nan))
+        if warning := self._mismatch.observe(batch.step, result.metrics):
+            print(f"vcpo: warning: {warning}", flush=True)
         if result.skipped:
             print(f"step {batch.step} was skipped: {result.skipped}", flush=True)
         return result
