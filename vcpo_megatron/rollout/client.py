@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 
+from ..config.servers import TESTED_SGLANG
 from . import protocol
 from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
 
@@ -88,7 +89,7 @@ class ServerClient:
         """Log-probs [L-1] of ``tokens[t]`` given ``tokens[:t]``, t = 1..L-1, at temperature 1."""
         self._check_prompt(tokens, SamplingParams())
         reply = await self._post(protocol.GENERATE, protocol.score_body(tokens))
-        return self._parsed(protocol.GENERATE, protocol.parse_score, reply, tokens)
+        return self._parsed(protocol.GENERATE, protocol.parse_score, reply, tokens, self.vocab_size)
 
     async def abort(self, rid: str | None = None) -> None:
         """Ends request ``rid`` (None: every request) with what it has sampled."""
@@ -181,7 +182,7 @@ class ServerClient:
         except ProtocolError as error:
             raise UnsupportedServer(
                 f"{await self._described()} does not answer what training needs (tested with SGLang "
-                f"{protocol.TESTED_SGLANG}): {error}"
+                f"{TESTED_SGLANG}): {error}"
             ) from error
 
     async def _described(self) -> str:
