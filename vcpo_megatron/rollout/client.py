@@ -6,10 +6,12 @@ request has a deadline, and every failure names the server, the endpoint and the
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ import aiohttp
 
 from ..config.servers import TESTED_SGLANG
 from . import protocol
+from .back_off import BackOff
 from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
 
 #: Establishing a TCP connection is quick or hopeless; it does not get the whole request timeout.
@@ -98,7 +101,24 @@ class ServerClient:
     # ------------------------------------------------------------ control
 
     async def pause(self, mode: PauseMode) -> None:
+        """Pause, and forget what the weights that leave have read, but for the answers that ``in_place`` continues.
+
+        Without that, a retracted answer would be computed again on top of a cached prefix of the old weights.
+        """
         await self._post(protocol.PAUSE_GENERATION, protocol.pause_body(mode))
+        if mode != "in_place":
+            await self._flush_when_idle()
+
+    async def _flush_when_idle(self) -> None:
+        """The server refuses while the last of its batches is still on its way out."""
+        deadline, again = time.monotonic() + self.timeout_s, BackOff(0.01, 1.0)
+        while True:
+            try:
+                return await self.flush_cache()
+            except ServerError as error:
+                if error.status != 400 or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(again.wait())
 
     async def resume(self) -> None:
         await self._post(protocol.CONTINUE_GENERATION, {})

@@ -35,8 +35,9 @@ from typing import Protocol, TypeVar
 
 from ..transport.child import last_error
 from ..types import PolicyVersion
+from .back_off import BackOff
 from .client import ServerClient, ServerError, ServerUnavailable, UnsupportedServer
-from .health import BackOff, Health
+from .health import Health
 from .lease import Lease
 
 _T = TypeVar("_T")

@@ -42,8 +42,10 @@ class SglangServer:
             "--dtype", self.dtype,
             "--context-length", str(self.context_length + _UNUSED),
             "--max-running-requests", str(self.max_running_requests),
-            # The warm-up sends a sentence as text: a tokenizer that knows none of it makes an empty prompt, which
-            # kills the server. The fleet asks for a token by its id before anything else does.
+            # Token ids in, token ids out. With a tokenizer, its end-of-text token would end answers too, beside those of
+            # the model's configuration that the learner knows of.
+            "--skip-tokenizer-init",
+            # The fleet asks for a token, by its id, before anything else does.
             "--skip-server-warmup",
         ]  # fmt: skip
         command += self._on_gpus() if self.devices else self._on_cpus()

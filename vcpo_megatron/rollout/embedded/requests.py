@@ -17,6 +17,7 @@ MAX_SEQUENCES = 8192
 _KEYS = {
     "rid", "input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "stream",
     "extra_key",  # keeps caches of prefixes apart, of which this engine has none
+    "return_sampling_mask",  # comes with what is refused by name, below
 }  # fmt: skip
 
 
