@@ -143,6 +143,7 @@ class FakeClient:
         self.score_offset = 0.0
         self.policy: Callable[[str], object] = lambda version: PolicyVersion.parse(version).number
         self.events: list[str] = []
+        self.cache_key: str | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -158,6 +159,16 @@ class FakeClient:
 
     async def ready(self) -> bool:
         return self.process is not None and self.process.code is None
+
+    async def adopt(self) -> None:
+        self.events.append("adopt")
+
+    async def check_capabilities(self) -> None:
+        self._alive()
+
+    async def health(self, timeout_s: float) -> str:
+        self._alive()
+        return str(self.version)
 
     async def close(self) -> None:
         self.events.append("close")
