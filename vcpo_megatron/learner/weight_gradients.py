@@ -75,7 +75,7 @@ class WeightGradients(Protocol):
         """A linear weight [d_out, d_in] from inputs [R, d_in] and grads [R, d_out]."""
 
     def vector(self, scores: PackScores, name: str, weight: Parameter, per: Tensor) -> None:
-        """A bias or norm weight [d] from fp32 gradients [own n, d] of this rank's trajectories; norms: the caller's."""
+        """Any weight [...] from fp32 gradients [own n, ...] of this rank's trajectories; norms: the caller's."""
 
     def rows(
         self, scores: PackScores, name: str, weight: Parameter, owner: Tensor, index: Tensor, rows: Tensor
@@ -283,8 +283,9 @@ class Accumulate:
 
     def vector(self, scores: PackScores, name: str, weight: Parameter, per: Tensor) -> None:
         assert scores.coefficients is not None
-        scores.accumulator[name].add_(scores.coefficients.sums[scores.own].to(per) @ per)
-        main_gradient(weight).add_(scores.coefficients.gradient[scores.own].to(per) @ per)
+        r, q = (c[scores.own].to(per) for c in (scores.coefficients.gradient, scores.coefficients.sums))
+        scores.accumulator[name].add_(torch.tensordot(q, per, 1))
+        main_gradient(weight).add_(torch.tensordot(r, per, 1))
 
     def rows(
         self, scores: PackScores, name: str, weight: Parameter, owner: Tensor, index: Tensor, rows: Tensor
@@ -337,7 +338,7 @@ class Deferred:
 
     def vector(self, scores: PackScores, name: str, weight: Parameter, per: Tensor) -> None:
         main, own = main_gradient(weight), scores.own
-        scores.kept.append(lambda final: main.add_(final[own].to(per) @ per))
+        scores.kept.append(lambda final: main.add_(torch.tensordot(final[own].to(per), per, 1)))
 
     def rows(
         self, scores: PackScores, name: str, weight: Parameter, owner: Tensor, index: Tensor, rows: Tensor
