@@ -16,7 +16,8 @@ from vcpo_megatron.observability.metrics import METRICS, REDUCERS, StepMetrics, 
 DOCUMENTED = """step policy_version loss reward/mean eval/accuracy eval/version ess/ratio ess/ratio_truncated
     ess/lr_scale lr/effective weight/max grad_norm/total
     grad_norm/trajectory_mean grad_norm/trajectory_max baseline/fallbacks
-    baseline/accumulator_error groups/zero_variance kl/behavior kl/reference entropy
+    baseline/accumulator_error groups/zero_variance kl/behavior
+    mismatch/mean mismatch/max mismatch/tokens kl/reference entropy
     staleness/mean staleness/p95 staleness/max staleness/admitted
     rollouts/generated
     rollouts/queued rollouts/trained rollouts/dropped rollouts/failed tokens/trained tokens/padded time/step

@@ -137,6 +137,28 @@ def test_a_policy_that_has_diverged_ends_the_run_soon(tmp_path: Path, policy: st
     assert failed < 272  # what a window of 1,360 took
 
 
+def test_failures_in_a_row_end_a_run_late_as_at_its_start() -> None:
+    window = FailureWindow(100, 0.5)
+    for _ in range(10):
+        window.success()
+    for _ in range(19):
+        window.failure(ValueError("gone"))
+    with pytest.raises(RunError, match=r"^20 of the last 30 outcomes are failures, the last 20 in a row .*, 20 of th"):
+        window.failure(ValueError("gone"))
+    patient = FailureWindow(1000, 0.9)
+    patient.success()
+    for _ in range(199):
+        patient.failure(ValueError("often"))
+    patient.success()
+    with pytest.raises(RunError, match=r"^399 of the last 401 outcomes"):
+        for _ in range(201):
+            patient.failure(ValueError("often"))
+    rare = FailureWindow(100, 0.9)  # twenty in a row would not be strange here
+    rare.success()
+    for _ in range(89):
+        rare.failure(ValueError("often"))
+
+
 @pytest.mark.parametrize(("reward", "info"), [(float("nan"), {}), (float("inf"), {}), (1.0, {"x": "text"})])
 def test_what_cannot_be_trained_on_is_a_counted_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, info: dict[str, Any]

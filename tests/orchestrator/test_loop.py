@@ -200,6 +200,18 @@ def test_a_skipped_step_counts_and_drops_its_trajectories(tmp_path: Path) -> Non
     assert rows[-1]["rollouts/trained"] == 5 * 4
 
 
+def test_ten_skipped_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
+    """Nine do not, when the tenth is taken; the tenth's row and marks are written before the run ends."""
+    run = FakeRun(tmp_path, config(train={"steps": 40}))
+    run.learner.skips = {*range(2, 11), *range(12, 40)}
+    with pytest.raises(RunError, match=r"^10 steps in a row were skipped, up to step 21 \(non-finite.*--from-step"):
+        run.run()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(22))
+    assert rows[-1]["rollouts/dropped"] >= 19 * 4 and rows[-1]["rollouts/trained"] == 3 * 4
+    assert "10 steps in a row" in run.learner.errors[-1]
+
+
 async def kill_server(run: FakeRun, controller: Any) -> None:
     while len(run.learner.batches) < 2:
         await asyncio.sleep(0.005)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from vcpo_megatron.config.fused_kernels import InstalledKernels
 from vcpo_megatron.planning import doctor
 from vcpo_megatron.planning.doctor import Finding, examine, render
 
@@ -81,3 +82,26 @@ def test_the_report_is_aligned() -> None:
     text = render([Finding("ok", "a", "one"), Finding("missing", "long name", "two")])
     assert text == "ok      a          one\nmissing long name  two"
     assert re.match(r"\S+\s+python +3\.", render(examine(Path.cwd())))
+
+
+def kernels(installed: InstalledKernels, *, gpu: bool) -> dict[str, Finding]:
+    return {row.name: row for row in doctor._kernels(installed, gpu=gpu)}
+
+
+def test_fused_kernels_and_the_other_apex() -> None:
+    nvidia = InstalledKernels(transformer_engine=True, apex="usable", weight_gradients=True)
+    assert kernels(nvidia, gpu=True) == {
+        "fused adam": Finding("ok", "fused adam", "TransformerEngine's is used"),
+        "fused weight gradients": Finding("ok", "fused weight gradients", "Apex's is used"),
+    }
+    assert kernels(nvidia, gpu=False)["fused adam"].text == (
+        "TransformerEngine's is installed and needs a GPU; torch's is used"
+    )
+    other = kernels(InstalledKernels(apex="another package"), gpu=True)
+    assert "not NVIDIA's but another project" in other["apex"].text and other["apex"].level == "note"
+    assert other["fused adam"].text.startswith("not installed: torch's is used (NVIDIA's apex, built from source, or")
+    assert kernels(InstalledKernels(), gpu=False) == {}
+
+
+def test_the_layers_are_named(versions: dict[str, str], tmp_path: Path) -> None:
+    assert finding(examine(tmp_path), "layers").text.startswith("Megatron's local ones, several trajectories")

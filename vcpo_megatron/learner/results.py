@@ -18,11 +18,12 @@ class RowTable:
 
     Columns: owners (how many ranks claim the row), log_ratio, logprob_sum (sum of v_t log pi_t over
     sampled tokens, see ``Objective.reported``), entropy_sum, has_norm, grad_norm, has_baseline, baseline,
-    fell_back, kl_sum (estimates of KL to the reference over sampled tokens).
+    fell_back, kl_sum (estimates of KL to the reference over sampled tokens), and of |log pi - log mu| on the
+    tokens of the current version mismatch_sum, mismatch_max and mismatch_tokens.
     """
 
     _COLUMNS = ("owners", "log_ratio", "logprob_sum", "entropy_sum", "has_norm", "grad_norm", "has_baseline",
-                "baseline", "fell_back", "kl_sum")  # fmt: skip
+                "baseline", "fell_back", "kl_sum", "mismatch_sum", "mismatch_max", "mismatch_tokens")  # fmt: skip
     _RANK_NUMBERS = 5
 
     def __init__(self, rows: int) -> None:
@@ -51,6 +52,10 @@ class RowTable:
     def record_kl(self, rows: Sequence[int], kl_sum: torch.Tensor) -> None:
         """Sums of the KL estimates of these rows, float64 [n]."""
         self._values[list(rows), 9] = kl_sum
+
+    def record_mismatch(self, rows: Sequence[int], found: torch.Tensor) -> None:
+        """Sum, largest and number of |log pi - log mu| on tokens of the current version, float64 [n, 3]."""
+        self._values[list(rows), 10:13] = found
 
     def record_rank(
         self, *, gradients_are_finite: bool, padded_tokens: int, accumulator_error: tuple[float, float] = (0.0, 0.0),
@@ -111,6 +116,11 @@ class RowTable:
     @property
     def kl_sum(self) -> torch.Tensor:
         return self._column("kl_sum")
+
+    @property
+    def mismatch(self) -> torch.Tensor:
+        """(sum, largest, number) of |log pi - log mu| on tokens of the current version: float64 [N, 3]."""
+        return self._values[:, 10:13]
 
     @property
     def accumulator_error(self) -> float:
@@ -197,8 +207,8 @@ def step_metrics(
 ) -> dict[str, float]:  # fmt: skip
     """The learner's share of a row of ``metrics.jsonl``."""
     advantage = (facts.rewards - facts.baselines(table)) * facts.inverse_std * weights
-    # a method that is not linear in the advantage has it in its token coefficients already
-    factor = torch.where(facts.has_variance, advantage if facts.linear else torch.ones_like(advantage), 0.0)
+    # a method that is not linear in the advantage has it in its token coefficients already, zeros included
+    factor = torch.where(facts.has_variance, advantage, 0.0) if facts.linear else torch.ones_like(advantage)
     norms = table.grad_norm[~table.grad_norm.isnan()]
     tokens = facts.sampled_tokens.sum()
     starts = torch.tensor([0, *facts.group_sizes[:-1]]).cumsum(0)

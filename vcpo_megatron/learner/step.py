@@ -33,6 +33,7 @@ from . import platform
 from .leaving import Forward, Leaving, StepLeft
 from .log_ratios import LogRatioExchange
 from .logprobs import squared_score_norms, token_logprobs
+from .mismatch import mismatch_metrics, pack_mismatch
 from .objective import Objective
 from .opob_sums import Bucket, DeferredGradients, GroupNorms, OpobSums
 from .packing import Pack, batch_rows
@@ -42,7 +43,7 @@ from .results import RowTable, step_metrics, trajectory_results
 from .schedule import ForwardStep, Loss, as_loss, forward_tokens, run_schedule
 from .score_gradients import attach
 from .score_state import Coefficients, PackScores, ScoreSwitch
-from .step_plan import StepPlan
+from .step_plan import StepPlan, packing_for
 from .step_size import EssState, batch_ess_ratio
 from .training import Trainable
 
@@ -66,6 +67,7 @@ class VcpoStep:
         algorithm = config.algorithm
         self._mode = algorithm.opob_mode if algorithm.row.needs_norms else "plain"
         self._switch = ScoreSwitch()
+        self._packing = config
         self._groups = self._attach() if self._mode in ("accumulate", "deferred", "two_pass") else None
         self._reference = ReferenceWeights(trainable.chunks) if algorithm.kl_reference == "initial" else None
         if self._reference is not None and parallel.rank == 0:
@@ -82,8 +84,12 @@ class VcpoStep:
         algorithm, parallel, chunks = self.config.algorithm, self.parallel, self.trainable.chunks
         tied = self.trainable.shape.tie_word_embeddings
         parameters: dict[str, torch.nn.Parameter] = {}
+        alone: list[str] = []
         for number, chunk in enumerate(chunks):
-            parameters |= attach(chunk, self._switch, parallel, prefix=f"{number}.", tied=tied)
+            attached = attach(chunk, self._switch, parallel, prefix=f"{number}.", tied=tied)
+            parameters |= attached.parameters
+            alone += attached.alone
+        self._packing = packing_for(alone, self.config, parallel)
         common = (parameters, len(chunks), parallel)
         if self._mode == "accumulate":
             dtype = _DTYPES[algorithm.opob_accumulator_dtype]
@@ -106,7 +112,7 @@ class VcpoStep:
         non-finite number, leaves parameters, optimizer and schedule unchanged; the latter says so.
         """
         started = time.perf_counter()
-        plan = self._plan(batch)
+        plan = self._plan(batch, version.number - 1)
         self.trainable.zero_gradients()
         self._leaving.begin(str(version))
         buckets = self.trainable.overlapped_buckets()
@@ -134,12 +140,12 @@ class VcpoStep:
             ess_ratio_truncated=batch_ess_ratio(table.log_ratio, "truncated", algorithm.is_threshold),
             ess_scale=scale, learning_rate=learning_rate, total_norm=total_norm, skipped=bool(skipped),
             seconds=seconds,
-        )  # fmt: skip
+        ) | mismatch_metrics(table)  # fmt: skip
         return StepResult(batch.step, version, skipped, metrics, trajectory_results(table, facts, weights, batch))
 
     def _gradient(self, silent: Sequence[Pack], packs: Sequence[Pack], buckets: Sequence[Bucket]) -> None:
         """The gradient of the whole batch; groups of one reward (``silent``) have none, but ESS needs their l_i."""
-        everything, regularized = [*silent, *packs], self.config.algorithm.regularized
+        everything, algorithm = [*silent, *packs], self.config.algorithm
         if self._objective.row.statistic:
             self._find_statistic(everything)
         self._score_by_reference(everything)
@@ -148,12 +154,13 @@ class VcpoStep:
         if self._mode == "proxy":
             self._schedule(self._cut_groups(packs), self._forward_scoring, forward_only=True)
         if self._mode in ("accumulate", "deferred"):
-            if regularized:
+            if algorithm.regularized:
                 self._schedule(everything, self._forward_regularizer)
             return self._exact_backward(packs, buckets)
         if self._mode == "two_pass":
             self._exact_backward(packs, [])
-        self._schedule(everything if regularized else packs, self._forward_plain)
+        whole = algorithm.regularized or algorithm.row.whole_batch
+        self._schedule(everything if whole else packs, self._forward_plain)
         self._start_reductions(buckets)
 
     def _start_reductions(self, buckets: Sequence[Bucket]) -> None:
@@ -187,14 +194,14 @@ class VcpoStep:
 
     # --- plan ---------------------------------------------------------------------------------
 
-    def _plan(self, batch: Batch) -> StepPlan:
-        groups, config = batch_rows(batch), self.config
+    def _plan(self, batch: Batch, version: int) -> StepPlan:
+        groups, config = batch_rows(batch), self._packing
         self._objective = Objective(
             config.algorithm, groups, config.rollout.max_new_tokens, self.ess_state.previous_ratio
         )
         self._table = RowTable(len(self._objective.facts.rewards))
         self._proxy = torch.full((len(self._objective.facts.rewards),), math.nan, dtype=torch.float64)
-        return StepPlan.of(groups, self._objective.scales, config, self.parallel, self._device)
+        return StepPlan.of(groups, self._objective.scales, config, self.parallel, self._device, version)
 
     def _group_size(self, pack: Pack) -> int:
         return self._objective.facts.group_sizes[pack.group]
@@ -322,6 +329,7 @@ class VcpoStep:
 
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
         self._table.record_forward(index, sums(ratios), torch.zeros(n), sums(entropy.detach()))
+        self._table.record_mismatch(index, pack_mismatch(pack, ratios, self._messages))
         if self._mode == "proxy":
             self._record_proxy(pack, logits, policy)
         if objective.needs_statistic:

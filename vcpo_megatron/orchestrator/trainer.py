@@ -21,13 +21,17 @@ from typing import Any
 
 from ..config.models import RunConfig
 from ..config.run_directory import RunDirectory
+from ..observability.mismatch import MismatchWatch
 from ..types import Batch, StepResult
 from .learner_link import LearnerLink
 from .pacing import Pacer
 from .recorder import Recorder
 from .rows import MetricsLog, step_row
 from .store import Counts, RolloutStore
-from .tasks import StopRequest, cancel
+from .tasks import RunError, StopRequest, cancel
+
+#: So many skipped steps in a row end the run: it does not come back by itself.
+MOST_SKIPPED = 10
 
 
 class Trainer:
@@ -62,6 +66,8 @@ class Trainer:
         self._stop = stop
         self._last_step_s = 0.0
         self._step_ended = time.monotonic()
+        self._skipped_in_a_row = 0
+        self._mismatch = MismatchWatch(config)
 
     def begin(self) -> None:
         """Everything is started: the first step's time counts from here."""
@@ -91,6 +97,8 @@ class Trainer:
         self.version = batch.step + 1
         if self.pacer is not None:
             self.pacer.observe(result.metrics.get("ess/ratio", math.nan))
+        if warning := self._mismatch.observe(batch.step, result.metrics):
+            print(f"vcpo: warning: {warning}", flush=True)
         if result.skipped:
             print(f"step {batch.step} was skipped: {result.skipped}", flush=True)
         return result
@@ -105,7 +113,7 @@ class Trainer:
         await self._link.leave(step)
 
     async def record(self, batch: Batch, result: StepResult, *, wait_s: float, sync_s: float) -> None:
-        """Write the row of the step that was taken last."""
+        """Write the row of the step that was taken last; RunError when it was one skipped step too many."""
         counts: Counts = await self._recorder.write(lambda store: store.counts())
         now = time.monotonic()
         times = {"time/step": now - self._step_ended, "time/wait_batch": wait_s, "time/sync": sync_s}
@@ -114,6 +122,13 @@ class Trainer:
         if self.pacer is not None:
             row["staleness/admitted"] = self.pacer.lag
         self.log.add(row)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
+        if self._skipped_in_a_row >= MOST_SKIPPED:
+            raise RunError(
+                f"{self._skipped_in_a_row} steps in a row were skipped, up to step {batch.step} ({result.skipped}): "
+                "the run has diverged; go back with --resume --from-step N to a checkpoint before it did, with a lower "
+                "optimizer.lr"
+            )
 
     async def checkpoint_if_due(self) -> None:
         """Begin a checkpoint after every ``checkpoint.every`` steps; training goes on while it is written."""

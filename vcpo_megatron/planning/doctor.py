@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from ..config.fused_kernels import InstalledKernels, find_kernels
 from ..config.run_directory import write_atomically
 from ..launch.devices import installed_gpus, visible_gpus
 
@@ -43,8 +44,6 @@ REQUIRED: dict[str, tuple[str, str]] = {
 #: Distribution -> (what it enables, how to get it).
 OPTIONAL: dict[str, tuple[str, str]] = {
     "pyarrow": ("data sets in parquet", "pip install pyarrow"),
-    "transformer-engine": ("fused Adam on GPUs; without it apex's or torch's is used", "needs a GPU build"),
-    "apex": ("fused Adam on GPUs; without it torch's is used", "build from NVIDIA's source"),
     "sglang": ("not used yet; the embedded engine serves", "would go into its own environment"),
 }
 #: The versions that the tests run with; others within the range are expected to work.
@@ -69,6 +68,8 @@ def examine(run_root: Path) -> list[Finding]:
         *(_required(name, *wanted) for name, wanted in REQUIRED.items()),
         *(_optional(name, *wanted) for name, wanted in OPTIONAL.items()),
         *_gpus(),
+        *_kernels(find_kernels(), gpu=bool(visible_gpus())),
+        _layers(),
         _cores(),
         _memory(),
         _file_system(run_root),
@@ -128,6 +129,29 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("note", "gpu", f"{len(present)} found, but the installed torch is built for CPUs only")
     else:
         yield Finding("ok", "gpu", f"{len(usable)} usable ({', '.join(usable)})")
+
+
+def _kernels(installed: InstalledKernels, *, gpu: bool) -> Iterator[Finding]:
+    """The learner's fused kernels: whose are used, and why not where one is installed."""
+    if installed.apex_problem:
+        yield Finding("note", "apex", f"not used: {installed.apex_problem}")
+    found = {"fused adam": installed.fused_adam, "fused weight gradients": "Apex" * installed.weight_gradients}
+    for name, whose in found.items():
+        if whose and gpu:
+            yield Finding("ok", name, f"{whose}'s is used")
+        elif whose:
+            yield Finding("note", name, f"{whose}'s is installed and needs a GPU; torch's is used")
+        elif gpu:
+            remedy = "NVIDIA's apex, built from source" + (", or transformer-engine" if name == "fused adam" else "")
+            yield Finding("note", name, f"not installed: torch's is used ({remedy})")
+
+
+def _layers() -> Finding:
+    """Which of Megatron's layers the learner builds."""
+    return Finding(
+        "ok", "layers", "Megatron's local ones, several trajectories a micro-batch, torch's attention; "
+        "TransformerEngine's are not used: they have not passed tests/gpu",
+    )  # fmt: skip
 
 
 def _cores() -> Finding:
