@@ -171,7 +171,7 @@ def leave_and_take_again(cases: list[tuple[RunConfig, int]], batches: list[Batch
                 looks = 0
                 left = step.run(batches[1], PolicyVersion(2 * number + leaves, 2)) is None
                 looks = -10_000
-                moved = max(float((v - before[k]).abs().max()) for k, v in gatherer.gather())
+                moved = max((float((v - before[k]).abs().max()) for k, v in gatherer.gather()), default=0.0)
             result = step.run(batches[1], PolicyVersion(1000 + 2 * number + leaves, 2)) if left is not False else None
             parameters = {k: v.clone() for k, v in gatherer.gather()}
             ends.append({"metrics": result and dict(result.metrics), "parameters": parameters})
