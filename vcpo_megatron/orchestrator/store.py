@@ -54,10 +54,7 @@ class RolloutStore(StoreReader):
 
     @staticmethod
     def open_readonly(path: Path) -> StoreReader:
-        """Open a finished or killed run's store for reading; its folder may be read-only.
-
-        StoreError when the run is still going.
-        """
+        """Open a run's store for reading: in place, or as a copy where its folder is read-only or the run goes on."""
         file = ReadOnlyFile(path)
         return StoreReader(path, file.connection, file.close)
 
