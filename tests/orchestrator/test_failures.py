@@ -103,6 +103,28 @@ def test_the_window_counts_failures_among_outcomes() -> None:
         window.failure(ValueError("rare"))
 
 
+def test_failures_in_a_row_end_a_run_late_as_at_its_start() -> None:
+    window = FailureWindow(100, 0.5)
+    for _ in range(10):
+        window.success()
+    for _ in range(19):
+        window.failure(ValueError("gone"))
+    with pytest.raises(RunError, match=r"^20 of the last 30 outcomes are failures, the last 20 in a row .*, 20 of th"):
+        window.failure(ValueError("gone"))
+    patient = FailureWindow(1000, 0.9)
+    patient.success()
+    for _ in range(199):
+        patient.failure(ValueError("often"))
+    patient.success()
+    with pytest.raises(RunError, match=r"^399 of the last 401 outcomes"):
+        for _ in range(201):
+            patient.failure(ValueError("often"))
+    rare = FailureWindow(100, 0.9)  # twenty in a row would not be strange here
+    rare.success()
+    for _ in range(89):
+        rare.failure(ValueError("often"))
+
+
 def test_the_first_groups_that_all_fail_alike_end_the_run_whatever_the_window() -> None:
     window = FailureWindow(1000, 0.5)
     for group in range(30):
@@ -135,28 +157,6 @@ def test_a_policy_that_has_diverged_ends_the_run_soon(tmp_path: Path, policy: st
         run.run()
     failed = sum(count for key, count in states(tmp_path).items() if key[1] == "failed")
     assert failed < 272  # what a window of 1,360 took
-
-
-def test_failures_in_a_row_end_a_run_late_as_at_its_start() -> None:
-    window = FailureWindow(100, 0.5)
-    for _ in range(10):
-        window.success()
-    for _ in range(19):
-        window.failure(ValueError("gone"))
-    with pytest.raises(RunError, match=r"^20 of the last 30 outcomes are failures, the last 20 in a row .*, 20 of th"):
-        window.failure(ValueError("gone"))
-    patient = FailureWindow(1000, 0.9)
-    patient.success()
-    for _ in range(199):
-        patient.failure(ValueError("often"))
-    patient.success()
-    with pytest.raises(RunError, match=r"^399 of the last 401 outcomes"):
-        for _ in range(201):
-            patient.failure(ValueError("often"))
-    rare = FailureWindow(100, 0.9)  # twenty in a row would not be strange here
-    rare.success()
-    for _ in range(89):
-        rare.failure(ValueError("often"))
 
 
 @pytest.mark.parametrize(("reward", "info"), [(float("nan"), {}), (float("inf"), {}), (1.0, {"x": "text"})])

@@ -47,6 +47,12 @@ PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 
+# What unfinished trajectories had of answers at an orderly stop; a file of an earlier version of this program lacks it.
+_PARKED = """
+CREATE TABLE IF NOT EXISTS parked (
+    group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, newest_version INTEGER NOT NULL,
+    answers TEXT NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (group_id, sample_index)) WITHOUT ROWID
+"""
 
 #: Reasons for which a group is dropped that a resume has to tell from others.
 ZERO_VARIANCE, SUPERSEDED, RUN_ENDED = "zero variance", "superseded", "run ended"
@@ -147,6 +153,7 @@ def _open_at_once(path: Path) -> sqlite3.Connection:
             if empty:
                 connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
             check_identity(connection, path)
+            connection.execute(_PARKED)
     except BaseException:
         connection.close()
         raise
