@@ -203,3 +203,46 @@ def with_foreign_norms(cases: list[tuple[RunConfig, list[Batch]]], refused: list
             messages.append(str(error))
         parallel_state.destroy_model_parallel()
     return {"outcomes": outcomes, "said": said.getvalue(), "refusals": messages}
+
+
+def leave_and_take_again(cases: list[tuple[RunConfig, int]], batches: list[Batch]) -> list[dict[str, Any]]:
+    """In each case: a step; the next one, which is asked to be left at the n-th look; that one again. And the same two
+    steps without any of that. Whether it was left, what changed by it, and both ends."""
+    platform.prepare()
+    from megatron.core import parallel_state
+
+    from vcpo_megatron.learner import leaving
+    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.step import VcpoStep
+    from vcpo_megatron.learner.training import build_trainable
+    from vcpo_megatron.learner.weights import WeightGatherer
+
+    leaving.LOOK_S = 0.0
+    outcomes = []
+    for number, (config, at) in enumerate(cases):
+        parallel = initialize(config)
+        ends, left, moved, looks = [], None, 0.0, 0
+        for leaves in (False, True):
+
+            def asked(number: int = number, at: int = at) -> bool:
+                nonlocal looks
+                looks += 1
+                return looks == at
+
+            trainable = build_trainable(config, parallel, load=True)
+            step = VcpoStep(config, parallel, trainable, leave_asked=asked if leaves else None)
+            gatherer = WeightGatherer(trainable, parallel)
+            looks = -10_000  # not in the first step
+            step.run(batches[0], PolicyVersion(2 * number + leaves, 1))
+            before = {k: v.clone() for k, v in gatherer.gather()}
+            if leaves:
+                looks = 0
+                left = step.run(batches[1], PolicyVersion(2 * number + leaves, 2)) is None
+                looks = -10_000
+                moved = max(float((v - before[k]).abs().max()) for k, v in gatherer.gather())
+            result = step.run(batches[1], PolicyVersion(1000 + 2 * number + leaves, 2)) if left is not False else None
+            parameters = {k: v.clone() for k, v in gatherer.gather()}
+            ends.append({"metrics": result and dict(result.metrics), "parameters": parameters})
+        outcomes.append({"left": left, "moved": moved, "whole": ends[0], "again": ends[1]})
+        parallel_state.destroy_model_parallel()
+    return outcomes

@@ -46,6 +46,19 @@ def test_a_machine_with_the_least_versions(versions: dict[str, str], tmp_path: P
     assert finding(findings, "sglang").level == "note" and "embedded engine" in finding(findings, "sglang").text
 
 
+def test_a_rollout_environment_is_looked_at(versions: dict[str, str], tmp_path: Path) -> None:
+    site = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
+    python = tmp_path / "env" / "bin" / "python"
+    site.mkdir(parents=True)
+    assert finding(examine(tmp_path, python), "sglang").level == "missing"
+    (site / "sglang-0.5.23.dist-info").mkdir()
+    assert finding(examine(tmp_path, python), "sglang") == Finding(
+        "ok", "sglang", f"0.5.23 beside {python}  rollout servers"
+    )
+    (site / "sglang-0.5.23.dist-info").rename(site / "sglang-0.6.0.dist-info")
+    assert finding(examine(tmp_path, python), "sglang").text == f"0.6.0 beside {python}; tested with 0.5.23"
+
+
 def test_missing_and_old_packages_name_the_remedy(versions: dict[str, str], tmp_path: Path) -> None:
     del versions["psutil"]
     versions["torch"] = "2.5.9+cpu"

@@ -162,11 +162,15 @@ class TrainConfig(Section):
 class RolloutConfig(Section):
     """The servers that sample, how they sample, and what happens when they fail."""
 
-    engine: Literal["embedded", "replay"] = Field(
-        "embedded", description="the embedded engine, or the recorded rollouts of another run"
+    engine: Literal["embedded", "sglang", "replay"] = Field(
+        "embedded", description="the embedded engine, SGLang, or the recorded rollouts of another run"
     )
     replay: Path | None = Field(None, description="run directory whose rollouts are trained on again")
-    servers: int = Field(1, ge=1, description="servers to start")
+    servers: int = Field(1, ge=1, description="servers to start; those of rollout.addresses are joined instead")
+    python: Path | None = Field(None, description="interpreter of the environment that SGLang is installed in")
+    addresses: tuple[str, ...] = Field((), description="servers that run already, as http://HOST:PORT: joined")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs of one server")
+    args: tuple[str, ...] = Field((), description="further arguments of every SGLang server")
     port: int = Field(0, ge=0, le=65535, description="port of the first server, the next ones follow; 0: any free")
     temperature: float = Field(1.0, gt=0, description="of sampling; the trained policy is the one at this temperature")
     max_new_tokens: int = Field(1024, gt=0, description="sampled tokens of an episode, all of its answers together")
@@ -189,7 +193,24 @@ class RolloutConfig(Section):
     )
     request_timeout_s: float = Field(600.0, gt=0, description="deadline of one answer of a server")
     start_timeout_s: float = Field(300.0, gt=0, description="deadline of a server's start")
+    health_interval_s: float = Field(
+        10.0, gt=0, description="a server that answered nothing for so long is asked whether it is well"
+    )
+    health_timeout_s: float = Field(
+        60.0, gt=0, description="a server that misses this deadline of such a question twice hangs: it is replaced"
+    )
     sync_timeout_s: float = Field(300.0, gt=0, description="deadline of a weight update of one server")
+
+
+    @property
+    def started(self) -> int:
+        """Servers that the run starts itself."""
+        return 0 if self.engine == "replay" or self.addresses else self.servers
+
+    @property
+    def fleet_size(self) -> int:
+        """Servers that the run works with, started or joined."""
+        return len(self.addresses) or self.started
 
 
 class EnvironmentConfig(Section):
@@ -241,6 +262,10 @@ class LaunchConfig(Section):
     master_port: int = Field(0, ge=0, le=65535, description="rendezvous of the learner ranks; 0: any free")
     control_port: int = Field(0, ge=0, le=65535, description="orchestrator's control socket; 0: any free")
     timeout_s: float = Field(300.0, gt=0, description="deadline of every wait between processes")
+    grace_s: float = Field(
+        30.0, gt=0, description="after a signal or --max-hours: half of it is the step's in progress, which is left in "
+        "its middle when it needs longer, the rest the checkpoint's"
+    )
 
 
 class ObservabilityConfig(Section):

@@ -20,6 +20,7 @@ from typing import Literal
 
 from ..config.fused_kernels import InstalledKernels, find_kernels
 from ..config.run_directory import write_atomically
+from ..config.servers import TESTED_SGLANG, installed_sglang
 from ..launch.devices import installed_gpus, visible_gpus
 
 Level = Literal["ok", "note", "missing"]
@@ -44,7 +45,6 @@ REQUIRED: dict[str, tuple[str, str]] = {
 #: Distribution -> (what it enables, how to get it).
 OPTIONAL: dict[str, tuple[str, str]] = {
     "pyarrow": ("data sets in parquet", "pip install pyarrow"),
-    "sglang": ("not used yet; the embedded engine serves", "would go into its own environment"),
 }
 #: The versions that the tests run with; others within the range are expected to work.
 TESTED_MEGATRON = "0.16"
@@ -61,12 +61,14 @@ class Finding:
     text: str
 
 
-def examine(run_root: Path) -> list[Finding]:
-    """Everything there is to say about this machine; runs will be written below ``run_root``."""
+def examine(run_root: Path, rollout_python: Path | None = None) -> list[Finding]:
+    """Everything there is to say about this machine; runs will be written below ``run_root``, SGLang servers started
+    by the interpreter ``rollout_python``."""
     return [
         _python(),
         *(_required(name, *wanted) for name, wanted in REQUIRED.items()),
         *(_optional(name, *wanted) for name, wanted in OPTIONAL.items()),
+        rollout_environment(rollout_python),
         *_gpus(),
         *_kernels(find_kernels(), gpu=bool(visible_gpus())),
         _layers(),
@@ -119,6 +121,19 @@ def _optional(name: str, enables: str, remedy: str) -> Finding:
     if version is None:
         return Finding("note", name, f"not installed: {enables} ({remedy})")
     return Finding("ok", name, f"{version}  {enables.split(';')[0]}")
+
+
+def rollout_environment(python: Path | None) -> Finding:
+    """What the interpreter ``rollout.python`` (None: not given) has to serve with."""
+    if python is None:
+        return Finding("note", "sglang", "no rollout.python in the configuration: the embedded engine serves "
+                       "(tools/make_rollout_env.sh makes an environment for SGLang servers)")  # fmt: skip
+    version = installed_sglang(python)
+    if version is None:
+        return Finding("missing", "sglang", f"not in the environment of {python}; tools/make_rollout_env.sh makes one")
+    if version != TESTED_SGLANG:
+        return Finding("note", "sglang", f"{version} beside {python}; tested with {TESTED_SGLANG}")
+    return Finding("ok", "sglang", f"{version} beside {python}  rollout servers")
 
 
 def _gpus() -> Iterator[Finding]:
