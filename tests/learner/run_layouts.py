@@ -137,14 +137,19 @@ def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: 
     return {"result": result, "parameters": parameters, "steps": steps, "random": random_numbers}
 
 
-def with_kernels(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], list[int], int]:
-    """``one_step_each`` where what stands for fused kernels is believed to run, and their calls."""
+def with_kernels(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], list[int], list[int]]:
+    """``one_step_each`` where what stands for fused kernels is believed to run; Adam's calls, products of each case."""
     platform.runs_kernels = lambda: True
-    outcomes = one_step_each(cases)
+    platform.prepare()
     import fused_weight_gradient_mlp_cuda
     from apex.optimizers import fused_adam
 
-    return outcomes, fused_adam.STEPS, len(fused_weight_gradient_mlp_cuda.PRODUCTS)
+    outcomes, products = [], []
+    for case in cases:
+        before = len(fused_weight_gradient_mlp_cuda.PRODUCTS)
+        outcomes += one_step_each([case])
+        products.append(len(fused_weight_gradient_mlp_cuda.PRODUCTS) - before)
+    return outcomes, fused_adam.STEPS, products
 
 
 def optimizer_in_use(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], str, bool]:
