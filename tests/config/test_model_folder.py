@@ -252,6 +252,33 @@ def test_a_broken_tokenizer(model_folder: Path, content: str) -> None:
     assert len(tokenizer_problems(model_folder, SHAPE)) == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("\x00\x01 garbage", "cannot be read as JSON"),
+        ("[1]", "holds no JSON object"),
+        ('{"chat_template": 3}', "has a chat_template that is neither text"),
+        ('{"chat_template": [{"name": "default"}]}', "has a chat_template that is neither text"),
+        ('{"eos_token": 7}', "has eos_token = 7, which is no token"),
+        ('{"eos_token": {"id": 7, "content": ["x"]}}', "which is no token"),
+    ],
+)
+def test_a_broken_tokenizer_config(model_folder: Path, content: str, fault: str) -> None:
+    (model_folder / "tokenizer_config.json").write_text(content)
+    (problem,) = tokenizer_problems(model_folder, SHAPE)
+    assert "tokenizer_config.json" in problem and fault in problem
+
+
+def test_tokenizer_configs_of_real_models(model_folder: Path) -> None:
+    token = {"content": "<s>", "lstrip": False}
+    settings = {"bos_token": token, "pad_token": None, "eos_token": "<eos>", "add_bos_token": True}
+    for template in (None, "{{ messages }}", [{"name": "default", "template": "{{ messages }}"}]):
+        content = json.dumps({**settings, "chat_template": template})
+        (model_folder / "tokenizer_config.json").write_text(content)
+        assert tokenizer_problems(model_folder, SHAPE) == []
+
+
 def test_a_vocabulary_in_order_of_id(model_folder: Path) -> None:
     content = {"model": {"vocab": [["a", 0.0]] * 13}, "added_tokens": []}
     (model_folder / "tokenizer.json").write_text(json.dumps(content))

@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
 class PackedAttention(MegatronModule):
     """Causal attention inside each trajectory of a pack, by torch's scaled dot product.
 
-    query [T, heads, d], key and value [T, kv heads, d]; returns [T, heads * d]. Trajectories never see
+    query [T, heads, d], key [T, kv heads, d], value [T, kv heads, v]; returns [T, heads * v]. Trajectories never see
     each other, and padding at the end of the pack attends to itself alone. Under context parallelism the
     keys and values of all ranks are gathered once a pack; rank r's two chunks of a trajectory attend to the
     prefixes that end with them.
@@ -45,7 +45,7 @@ class PackedAttention(MegatronModule):
     def __init__(
         self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
         attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        pg_collection: Any = None, **_: Any,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
         self.softmax_scale = softmax_scale

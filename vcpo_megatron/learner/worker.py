@@ -45,6 +45,7 @@ from ..transport.control import (
 from ..transport.weights import buckets, serialize_bucket
 from ..types import PolicyVersion
 from .checkpoint import Checkpoints
+from .exporting import Exports
 from .parallel import Parallel, initialize
 from .scoring import score_tokens
 from .step import VcpoStep
@@ -76,6 +77,7 @@ class Worker:
         if context.resume_step is not None:
             self._step.ess_state = self._checkpoints.load(context.resume_step)
         self._gatherer = WeightGatherer(trainable, self._parallel)
+        self._exports = Exports(config, context.directory, self._parallel, trainable, self._gatherer)
         self._inbox: deque[Message] = deque()
         self._heard = time.monotonic()
         self._published: PolicyVersion | None = None
@@ -94,6 +96,9 @@ class Worker:
                     self._version = result.version
                     self._say(StepDone(result))
                     self._publish_weights()
+                    if self._exports.is_due(self._version.number):
+                        self._now(f"exports the policy of step {self._version.number}")
+                        self._exports.write(self._version.number)
                 case Checkpoint(step, state):
                     self._now(f"copies its state for checkpoint {step}")
                     self._look_after_checkpoint(wait=True)
