@@ -37,6 +37,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied-yarn": ("Qwen2Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3": ("Qwen3Config", {"head_dim": 12}),
     "mistral": ("MistralConfig", {"head_dim": 12, "sliding_window": None}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 9}),
+    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "qwen2-moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 20}),
     "qwen2-moe-mixed": (

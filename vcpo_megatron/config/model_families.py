@@ -106,6 +106,13 @@ DEEPSEEK_V3 = ConfigRules(
 FAMILIES = (QWEN2, QWEN3, LLAMA, MISTRAL, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3)
 
 
+#: Architectures that were looked at, and why they are not supported.
+_REFUSED = {
+    "GptOssForCausalLM": " (attention sinks, and biases of experts, routers and output projections, have no exact "
+    "per-trajectory gradient here; its experts are stored in mxfp4)",
+}
+
+
 def rules_for(config: Mapping[str, Any]) -> ConfigRules:
     """The rules of a config.json, by ``architectures`` (by ``model_type`` where that is absent).
 
@@ -121,8 +128,9 @@ def rules_for(config: Mapping[str, Any]) -> ConfigRules:
         named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else repr(architectures)
     else:
         named = f"model_type {config.get('model_type')!r}"
+    reason = _REFUSED.get(named, "")
     supported = ", ".join(rules.architecture for rules in FAMILIES)
-    raise ShapeError([f"the architecture {named} is not supported; supported: {supported}"])
+    raise ShapeError([f"the architecture {named} is not supported{reason}; supported: {supported}"])
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:

@@ -1,7 +1,7 @@
 """What a Hugging Face config.json says about a decoder: ``ModelShape``. No torch.
 
 Everything that is needed to build the same network, and nothing that must be guessed: an option which
-the built network would not honour (a sliding window, another activation, a soft cap) is refused by
+the built network would not honour (another activation, a soft cap) is refused by
 name, because weights would load and answers would silently differ.
 """
 
@@ -15,6 +15,7 @@ from .experts import Experts, read_experts
 from .hf_values import positive, positive_float
 from .latent_attention import LatentAttention, latent_tensors, read_latent
 from .rope import Rope, read_rope
+from .window import Window, read_window
 
 #: Keys of config.json that are positive integers in every family.
 SIZES = (
@@ -74,6 +75,7 @@ class ModelShape:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     unused_layers: int = 0
+    window: Window | None = None
 
     @property
     def q_size(self) -> int:
@@ -102,9 +104,9 @@ class ConfigRules:
     defaults         what transformers assumes for a key that config.json leaves out
     required_values  keys of which only one value is supported
     qkv_bias, qk_norm  what the architecture has, whatever config.json says
-    window           how an active sliding window is found: "none" (the family knows no windows), "switch"
-                     (use_sliding_window and the layers it names), "on" (use_sliding_window: some layer has it),
-                     "width" (sliding_window alone)
+    window           how a sliding window is found: "none" (the family knows no windows), "switch" (use_sliding_window
+                     and layer_types, or else the layers from max_window_layers on), "on" (the same, but layers can be
+                     told by layer_types only), "width" (sliding_window, in every layer)
     experts          how experts are described: "none", "mixtral" (every layer, intermediate_size wide), "qwen"
                      (decoder_sparse_step, mlp_only_layers, moe_intermediate_size), "qwen-shared" (and a shared one)
                      or "deepseek" (n_routed_experts, first_k_dense_replace, groups)
@@ -144,6 +146,7 @@ def read_shape(config: Mapping[str, Any], rules: ConfigRules) -> ModelShape:
     if latent is not None and rope.kind not in ("default", "yarn"):
         problems.append(f"rope_type = {rope.kind!r} is not supported with latent attention (only 'default', 'yarn')")
     experts = read_experts(values, rules.experts, sizes, problems)
+    window = read_window(values, rules.window, sizes, problems)
     unused = values.get(rules.unused_layers) or 0
     if not isinstance(unused, int) or unused < 0:
         problems.append(f"{rules.unused_layers} = {unused!r} is no number of layers")
@@ -170,6 +173,7 @@ def read_shape(config: Mapping[str, Any], rules: ConfigRules) -> ModelShape:
         experts=experts,
         latent=latent,
         unused_layers=unused,
+        window=window,
     )
 
 
@@ -189,8 +193,6 @@ def _unsupported(values: Mapping[str, Any], rules: ConfigRules) -> list[str]:
             f"model_type = {values['model_type']!r} is not that of {rules.architecture} ({rules.model_type!r}); "
             "the two must agree"
         )
-    if rules.window != "none" and (reason := _window(values, rules.window)):
-        problems.append(f"an active sliding window ({reason}) is not supported")
     return problems
 
 
@@ -208,33 +210,6 @@ def _sizes(values: Mapping[str, Any], problems: list[str]) -> dict[str, int]:
             f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {sizes['num_key_value_heads']}"
         )
     return sizes
-
-
-def _window(values: Mapping[str, Any], kind: str) -> str | None:
-    """The option by which some layer sees less than the whole context, by transformers' own rules."""
-    window = values.get("sliding_window")
-    if not window:
-        return None
-    numbers = {key: values.get(key, 0) for key in ("sliding_window", "max_window_layers")}
-    for key, value in numbers.items():
-        if not isinstance(value, int | None):
-            return f"{key} = {value!r}, no integer"
-    if kind == "width":
-        context = values.get("max_position_embeddings")
-        shorter = isinstance(context, int) and window < context
-        return f"sliding_window = {window} below max_position_embeddings = {context}" if shorter else None
-    if not values.get("use_sliding_window"):
-        return None
-    if kind == "on" and not values.get("layer_types"):
-        return "use_sliding_window"
-    if values.get("layer_types"):
-        if not isinstance(values["layer_types"], list):
-            return f"layer_types = {values['layer_types']!r}, no list"
-        windowed = any(layer != "full_attention" for layer in values["layer_types"])
-    else:
-        layers = values.get("num_hidden_layers")
-        windowed = isinstance(layers, int) and (numbers["max_window_layers"] or 0) < layers
-    return "use_sliding_window, layer_types" if windowed else None
 
 
 # --- tensors ----------------------------------------------------------------------------------

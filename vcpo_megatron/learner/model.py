@@ -59,6 +59,7 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         **_layout_options(config),
+        **_window_options(shape),
         **_RECOMPUTE[config.model.recompute],
         # every value is read from the checkpoint; what Megatron would draw at random is never used
         perform_initialization=False,
@@ -109,6 +110,14 @@ def _expert_options(config: RunConfig, shape: ModelShape, experts: Experts) -> d
         "moe_router_group_topk": experts.top_groups if experts.groups > 1 else None,
         "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1 else None,
     }
+
+
+def _window_options(shape: ModelShape) -> dict[str, Any]:
+    """Sliding windows: the tokens before and after the own one, and a 1 for every layer that has a window."""
+    if shape.window is None:
+        return {}
+    windowed = [int(layer in shape.window.layers) for layer in range(shape.num_layers)]
+    return {"window_size": (shape.window.tokens - 1, 0), "window_attn_skip_freq": windowed}
 
 
 #: model.recompute -> Megatron's options: of every layer only the input is kept, or all but attention's inside.
