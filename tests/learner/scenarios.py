@@ -69,12 +69,14 @@ def make_config(model: Path, ranks: int, /, **sections: dict[str, Any]) -> RunCo
 
 
 def make_batch(
-    model: Path, step: int = 0, *, spread: float = 0.4, shift: float = 0.0, temperature: float = 0.9
+    model: Path, step: int = 0, *, spread: float = 0.4, shift: float = 0.0, temperature: float = 0.9,
+    right_or_wrong: bool = False,
 ) -> Batch:
     """4 groups of 4 with lengths of 3 to 30 tokens, one group without variance, observation tokens in some.
 
     Behaviour log-probs are the model's own plus noise, so that weights are moderate; ``shift`` moves
-    every log ratio of group 1 by that much (far off-policy).
+    every log ratio of group 1 by that much (far off-policy). ``right_or_wrong``: rewards 0 and 1, one right answer in
+    group 1 and two in the others.
     """
     generator = np.random.default_rng(step)
     policy = _reference(model)
@@ -97,6 +99,8 @@ def make_batch(
             behavior[~mask] = 0.0
             turn = Turn(prompt, prompt + answer, "length", _spans(prompt, prompt + answer, step))
             reward = 1.0 if g == 2 else float(generator.normal())
+            if right_or_wrong and g != 2:
+                reward = float(s < (1 if g == 1 else 2))
             members.append(
                 Trajectory(g, s, f"p{g}", prompt, tokens, mask, behavior.astype(np.float32), (turn,), reward)
             )

@@ -38,9 +38,11 @@ from vcpo_megatron.transport.control import (
     Error,
     Heartbeat,
     Hello,
+    LeaveStep,
     Probe,
     ProbeResult,
     StepDone,
+    StepLeft,
     Stop,
     SyncDone,
     WeightsReady,
@@ -141,6 +143,7 @@ class FakeClient:
         self.score_offset = 0.0
         self.policy: Callable[[str], object] = lambda version: PolicyVersion.parse(version).number
         self.events: list[str] = []
+        self.cache_key: str | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -156,6 +159,16 @@ class FakeClient:
 
     async def ready(self) -> bool:
         return self.process is not None and self.process.code is None
+
+    async def adopt(self) -> None:
+        self.events.append("adopt")
+
+    async def check_capabilities(self) -> None:
+        self._alive()
+
+    async def health(self, timeout_s: float) -> str:
+        self._alive()
+        return str(self.version)
 
     async def close(self) -> None:
         self.events.append("close")
@@ -279,6 +292,10 @@ class FakeLearner(threading.Thread):
         self.error_at: int | None = None
         self.silent_at: int | None = None
         self.skips: set[int] = set()
+        self.long_steps: set[int] = set()  # steps that take ``long_s``
+        self.long_s = 60.0
+        self.may_leave = True
+        self.left: list[int] = []
         self.sends_weights = True
         self.ess_ratio = 1.0
         self._synced = True
@@ -329,7 +346,10 @@ class FakeLearner(threading.Thread):
                 return
             self._handle(client, message)
         client.send(Heartbeat("learner", f"step {batch.step}"))
-        time.sleep(self.step_s)
+        if self._leaves(client, batch.step):
+            self.left.append(batch.step)
+            client.send(StepLeft(batch.step))
+            return
         assert batch.step == self.version.number, (batch.step, self.version)
         self.batches.append(batch)
         self.learn(batch)
@@ -343,6 +363,19 @@ class FakeLearner(threading.Thread):
         metrics = {"loss": 0.5, "ess/ratio": self.ess_ratio, "time/forward_backward": 0.1}
         client.send(StepDone(StepResult(batch.step, self.version, skipped, metrics, results)))
         self._weights(client)
+
+    def _leaves(self, client: ControlClient, step: int) -> bool:
+        """Takes as long as the step does; whether it was to be left meanwhile."""
+        end = time.monotonic() + (self.long_s if step in self.long_steps else self.step_s)
+        asked = False
+        while not asked and (left := end - time.monotonic()) > 0:
+            message = client.receive(left)
+            if isinstance(message, LeaveStep):
+                assert message.step == step
+                asked = self.may_leave
+            elif message is not None:
+                self._handle(client, message)
+        return asked
 
     def learn(self, batch: Batch) -> None:
         """What a step does to the parameters: nothing here."""

@@ -171,6 +171,7 @@ class Bench:
         """Seconds of one step: of the device on GPUs, of this process's processor time on CPUs."""
         started = _clock()
         result = self._steps[name].run(self.batch, PolicyVersion(1, 1))
+        assert result is not None  # nobody asks to leave it
         if result.skipped:
             raise RuntimeError(f"the step of {name} was skipped: {result.skipped}")
         return _clock() - started

@@ -9,11 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from .methods import METHODS, Method
+
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[tuple(METHODS)]  # a new row is a new value, with nothing to repeat here
 
 
 class Section(BaseModel):
@@ -61,10 +66,7 @@ class AlgorithmConfig(Section):
     """The method and its parts; method.md explains them. A key without a default takes the value of the method's row
     in ``config/methods.py``."""
 
-    method: Literal[
-        "vcpo", "vcpo_ess_only", "vcpo_opob_only", "reinforce", "rloo", "grpo", "dr_grpo", "ppo_clip", "decoupled_ppo",
-        "gspo", "tis_token", "tis_sequence", "mis", "icepop", "m2po", "cispo", "p3o", "mu_grpo", "asymmetric",
-    ] = Field("vcpo", description="row that gives the other keys their defaults")  # fmt: skip
+    method: MethodName = Field("vcpo", description="row that gives the other keys their defaults")
     baseline: Literal["opob", "opob_leave_one_out", "group_mean", "leave_one_out", "zero"] | None = Field(
         None, description="what is subtracted from a reward: opob is VCPO's variance-optimal baseline"
     )
@@ -160,11 +162,15 @@ class TrainConfig(Section):
 class RolloutConfig(Section):
     """The servers that sample, how they sample, and what happens when they fail."""
 
-    engine: Literal["embedded", "replay"] = Field(
-        "embedded", description="the embedded engine, or the recorded rollouts of another run"
+    engine: Literal["embedded", "sglang", "replay"] = Field(
+        "embedded", description="the embedded engine, SGLang, or the recorded rollouts of another run"
     )
     replay: Path | None = Field(None, description="run directory whose rollouts are trained on again")
-    servers: int = Field(1, ge=1, description="servers to start")
+    servers: int = Field(1, ge=1, description="servers to start; those of rollout.addresses are joined instead")
+    python: Path | None = Field(None, description="interpreter of the environment that SGLang is installed in")
+    addresses: tuple[str, ...] = Field((), description="servers that run already, as http://HOST:PORT: joined")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs of one server")
+    args: tuple[str, ...] = Field((), description="further arguments of every SGLang server")
     port: int = Field(0, ge=0, le=65535, description="port of the first server, the next ones follow; 0: any free")
     temperature: float = Field(1.0, gt=0, description="of sampling; the trained policy is the one at this temperature")
     max_new_tokens: int = Field(1024, gt=0, description="sampled tokens of an episode, all of its answers together")
@@ -187,7 +193,24 @@ class RolloutConfig(Section):
     )
     request_timeout_s: float = Field(600.0, gt=0, description="deadline of one answer of a server")
     start_timeout_s: float = Field(300.0, gt=0, description="deadline of a server's start")
+    health_interval_s: float = Field(
+        10.0, gt=0, description="a server that answered nothing for so long is asked whether it is well"
+    )
+    health_timeout_s: float = Field(
+        60.0, gt=0, description="a server that misses this deadline of such a question twice hangs: it is replaced"
+    )
     sync_timeout_s: float = Field(300.0, gt=0, description="deadline of a weight update of one server")
+
+
+    @property
+    def started(self) -> int:
+        """Servers that the run starts itself."""
+        return 0 if self.engine == "replay" or self.addresses else self.servers
+
+    @property
+    def fleet_size(self) -> int:
+        """Servers that the run works with, started or joined."""
+        return len(self.addresses) or self.started
 
 
 class EnvironmentConfig(Section):
@@ -239,6 +262,10 @@ class LaunchConfig(Section):
     master_port: int = Field(0, ge=0, le=65535, description="rendezvous of the learner ranks; 0: any free")
     control_port: int = Field(0, ge=0, le=65535, description="orchestrator's control socket; 0: any free")
     timeout_s: float = Field(300.0, gt=0, description="deadline of every wait between processes")
+    grace_s: float = Field(
+        30.0, gt=0, description="after a signal or --max-hours: half of it is the step's in progress, which is left in "
+        "its middle when it needs longer, the rest the checkpoint's"
+    )
 
 
 class ObservabilityConfig(Section):

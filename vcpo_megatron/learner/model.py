@@ -64,12 +64,13 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
         moe_token_dispatcher_type=config.parallel.expert_dispatcher,
         # the schedule must not rescale: losses are normalised over the global batch by us
         calculate_per_token_loss=True,
-        # fusions would hide layer inputs, or add weight gradients past the accumulators
+        # of a plain backward only: where trajectories are separated, ``weight_gradients`` forms the product
+        gradient_accumulation_fusion=platform.kernels().adds_products,
+        # fusions would hide layer inputs
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         softmax_scale=attention_scale(shape.rope, shape.head_dim),
         **(_expert_options(config, shape, shape.experts) if shape.experts is not None else {}),

@@ -9,12 +9,16 @@ replaced, so the GPU path is Megatron's own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from ..config.fused_kernels import find_kernels
+from .kernels import Kernels, choose_kernels, tell_megatron
 
 _CPU = torch.device("cpu")
 
@@ -34,9 +38,25 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _CPU
 
 
+def runs_kernels() -> bool:
+    """True where fused GPU kernels can run."""
+    return has_gpu()
+
+
+@functools.cache
+def kernels() -> Kernels:
+    """The fused kernels that this rank uses; Megatron is told on the first call."""
+    return tell_megatron(choose_kernels(find_kernels(), can_run=runs_kernels()))
+
+
+@functools.cache
 def prepare() -> None:
-    """Bind this process to its GPU, or make Megatron run on CPUs. Call before Megatron objects exist."""
+    """Bind this process to its GPU, or make Megatron run on CPUs. Call before Megatron is imported; once is enough."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
+    if os.environ.get("RANK", "0") == "0":
+        for note in kernels().notes:
+            print(f"kernels: {note}", flush=True)
+    kernels()
     if has_gpu():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         return

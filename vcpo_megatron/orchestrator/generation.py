@@ -177,6 +177,7 @@ class Generation:
 
     def _start(self, group: _Group, samples: Iterable[int]) -> None:
         self._groups[group.group_id] = group
+        self._failures.admitted(group.group_id)
         for sample_index in samples:
             task = asyncio.create_task(self._sample(group, sample_index))
             group.tasks.add(task)
@@ -270,7 +271,7 @@ class Generation:
             if again:
                 bisect.insort(self._cursor.requeue, position)
             await ended
-        self._failures.failure(error)
+        self._failures.failure(error, group_id if replacement is None else None)
         return replacement
 
     async def expire(self, group_id: int) -> None:
