@@ -42,8 +42,8 @@ class SglangServer:
             "--dtype", self.dtype,
             "--context-length", str(self.context_length + _UNUSED),
             "--max-running-requests", str(self.max_running_requests),
-            # Token ids in, token ids out. With a tokenizer, its end-of-text token would end answers too, beside those of
-            # the model's configuration that the learner knows of.
+            # Token ids in, token ids out. With a tokenizer, its end-of-text token would end answers too, beside those
+            # of the model's configuration that the learner knows of.
             "--skip-tokenizer-init",
             # The fleet asks for a token, by its id, before anything else does.
             "--skip-server-warmup",
