@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_a_run_survives_each_fault_of_a_server(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "chaos.py"), "--quick", "--json", "--run-dir", str(tmp_path / "run")]
+    tool = ROOT / "tools" / "chaos.py"
+    command = [sys.executable, str(tool), "--quick", "--json", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = json.loads(done.stdout)
