@@ -24,7 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 #: Changed by pytest itself while a test runs.
 _OF_PYTEST = {"PYTEST_CURRENT_TEST"}
 _LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-_SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+#: SIGALRM is left out: pytest-timeout's own.
+_SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGALRM})
 
 
 def _environment() -> dict[str, str]:
