@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import platform
+from .kernels import add_product
 
 if TYPE_CHECKING:
     from .score_state import PackScores, Tokens
@@ -124,6 +125,8 @@ def _add_product(total: Tensor, grads: Tensor, factors: Tensor, inputs: Tensor) 
     grads, inputs = _scaled(grads, factors, inputs)
     if total.dtype is torch.float32 and grads.dtype is torch.float32:
         total.addmm_(grads.t(), inputs)
+    elif total.dtype is torch.float32 and platform.kernels().adds_products:
+        add_product(total, grads, inputs)
     else:
         total.add_(_product(grads.t(), inputs))
 
