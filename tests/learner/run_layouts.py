@@ -57,6 +57,38 @@ def steps_from_other_weights(cases: list[tuple[RunConfig, Any, list[Batch]]]) ->
     return outcomes
 
 
+def export_and_save(cases: list[tuple[RunConfig, str]], batch: Batch) -> list[list[str]]:
+    """For each (run, directory): a step, an export of what it made, and a checkpoint of the same; names of exports."""
+    platform.prepare()
+    from pathlib import Path
+
+    from megatron.core import parallel_state
+
+    from vcpo_megatron.config.run_directory import RunDirectory
+    from vcpo_megatron.learner.checkpoint import Checkpoints
+    from vcpo_megatron.learner.exporting import Exports
+    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.step import VcpoStep
+    from vcpo_megatron.learner.training import build_trainable
+    from vcpo_megatron.learner.weights import WeightGatherer
+
+    found = []
+    for config, run_dir in cases:
+        parallel = initialize(config)
+        trainable = build_trainable(config, parallel, load=True)
+        step, directory = VcpoStep(config, parallel, trainable), RunDirectory(Path(run_dir))
+        exports = Exports(config, directory, parallel, trainable, WeightGatherer(trainable, parallel))
+        checkpoints = Checkpoints(config, directory, parallel, trainable)
+        step.run(batch, PolicyVersion(1, 1))
+        if exports.is_due(1):
+            exports.write(1)
+        checkpoints.start(1, PolicyVersion(1, 1), step.ess_state, {})
+        checkpoints.finished(wait=True)
+        found.append(sorted(path.name for path in directory.exports.glob("*")))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
 def _complete_gradients(trainable: Any) -> None:
     """With a distributed optimizer a rank's reduced gradient is a part of the buffer: fetch the others'."""
     for wrapped in trainable.wrapped:
@@ -239,7 +271,7 @@ def leave_and_take_again(cases: list[tuple[RunConfig, int]], batches: list[Batch
                 looks = 0
                 left = step.run(batches[1], PolicyVersion(2 * number + leaves, 2)) is None
                 looks = -10_000
-                moved = max(float((v - before[k]).abs().max()) for k, v in gatherer.gather())
+                moved = max((float((v - before[k]).abs().max()) for k, v in gatherer.gather()), default=0.0)
             result = step.run(batches[1], PolicyVersion(1000 + 2 * number + leaves, 2)) if left is not False else None
             parameters = {k: v.clone() for k, v in gatherer.gather()}
             ends.append({"metrics": result and dict(result.metrics), "parameters": parameters})
