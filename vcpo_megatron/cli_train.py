@@ -30,9 +30,10 @@ CHANGEABLE_ON_RESUME = frozenset(
     "rollout.start_timeout_s rollout.sync_timeout_s rollout.on_failure rollout.max_prompt_failures "
     "rollout.max_failure_ratio staleness.wait_s staleness.adaptive staleness.adaptive_ess checkpoint.every "
     "checkpoint.keep_last checkpoint.keep_best checkpoint.keep_rollouts checkpoint.resume_partial "
-    "checkpoint.export_hf_every parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.context parallel.expert parallel.expert_tensor "
-    "parallel.expert_dispatcher parallel.sequence_parallel launch.learner_ranks launch.master_port "
-    "launch.control_port launch.timeout_s observability.tensorboard observability.watchdog_s".split()
+    "checkpoint.export_hf_every parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.context "
+    "parallel.expert parallel.expert_tensor parallel.expert_dispatcher parallel.sequence_parallel "
+    "launch.learner_ranks launch.master_port launch.control_port launch.timeout_s observability.tensorboard "
+    "observability.watchdog_s".split()
 )
 
 
