@@ -130,8 +130,8 @@ def _recovered(attempts: Attempts, limit_s: float, deaths: int) -> float:
             return pace
         if time.monotonic() > deadline:
             raise SoakError(
-                f"not recovered {PATIENCE_S:g} s after a fault: {noticed} of {deaths} deaths were noticed, {WINDOW} steps "
-                f"take {pace:.1f} s where {limit_s:.1f} s were expected"
+                f"not recovered {PATIENCE_S:g} s after a fault: {noticed} of {deaths} deaths were noticed, {WINDOW} "
+                f"steps take {pace:.1f} s where {limit_s:.1f} s were expected"
             )
 
 
