@@ -46,10 +46,11 @@ MISMATCH = 1e-3
 
 @dataclass
 class Outcome:
-    """``found``: the run's account. ``faults``: how many of each kind. ``recovery_s``: seconds from each fault until all
-    servers hold weights of the run again and ``WINDOW`` steps went at no less than a ``SLOWER``-th of the undisturbed
-    pace. ``mismatch``: the largest of the
-    run. ``deaths`` and ``refusals``: what the orchestrator says that it saw."""
+    """``found``: the run's account. ``faults``: how many of each kind. ``recovery_s``: seconds from each fault until
+    all servers hold weights of the run again and ``WINDOW`` steps went at no less than a ``SLOWER``-th of the
+    undisturbed pace. ``mismatch``: the largest of the run. ``deaths`` and ``refusals``: what the orchestrator says that
+    it saw.
+    """
 
     found: Account
     faults: dict[str, int]
@@ -65,7 +66,6 @@ class Outcome:
 
     def as_json(self) -> str:
         values = asdict(self)
-        values["found"]["faults"] = sum(self.faults.values())
         return json.dumps({"benchmark": "chaos", **values.pop("found"), **values, "clean": self.is_clean})
 
     def table(self) -> str:
