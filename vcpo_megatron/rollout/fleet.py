@@ -252,6 +252,8 @@ class Fleet:
         if code is not None:
             if not self._stopping:
                 self._died(server, code)
+        elif server.ending is not None:
+            self._look_at_end(server, server.ending)
         elif server.state is ServerState.STARTING:
             self._look_at_start(server)
         elif server.serving and not server.updating:
@@ -298,11 +300,17 @@ class Fleet:
         elif server.health.hangs:
             print(f"{server.name} hangs ({server.health.reason}): it is given up", flush=True)
             server.health.forget()
-            self.missed(server)
             if server.joined:
                 self._lost(server)
-            elif server.process is not None and server.ending is None:
+            elif server.process is not None:
                 server.ending = asyncio.create_task(asyncio.to_thread(self._stop, server.process))
+                self._set(server, ServerState.STARTING)  # it gets neither requests nor weights
+
+    @staticmethod
+    def _look_at_end(server: Server, ending: asyncio.Task[int]) -> None:
+        """It is being killed; its exit is seen as any other."""
+        if ending.done() and (error := ending.exception()) is not None:
+            raise FleetError(f"{server.name} hangs and cannot be killed: {error}, {server.where}")
 
     def _forget_questions(self, server: Server) -> None:
         server.health.forget()
