@@ -179,6 +179,22 @@ def test_requests_wait_while_weights_are_loaded() -> None:
     with_fleet(work, servers=1)
 
 
+def test_a_lease_that_must_move_to_a_server_that_is_updated_waits_without_blocking_others() -> None:
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        lease = fleet.lease(1)
+        assert lease is not None and lease.server.index == 0
+        fleet.missed(fleet.servers[0])
+        fleet.servers[1].updating = True
+        request = asyncio.ensure_future(lease.generate((1,), SamplingParams(4), "r"))
+        await asyncio.sleep(0.1)
+        assert not request.done() and lease.server.index == 0
+        fleet.servers[1].updating = False
+        load(fleet, clients, 1, 1)
+        assert {span.version for span in (await request).spans} == {"1.1"} and lease.server.index == 1
+
+    with_fleet(work)
+
+
 def test_trajectories_that_wait_for_their_environment_leave_room() -> None:
     """Capacity 4: a group whose members are between two requests is not busy; at most 8 places are given."""
 
