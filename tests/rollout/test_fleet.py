@@ -348,6 +348,22 @@ def test_a_joined_server_that_is_lost_is_left_alone_until_it_answers(capsys: pyt
     assert "rollout server 0 cannot be reached, it runs at http://fake" in capsys.readouterr().out
 
 
+def test_a_joined_server_that_never_answers_ends_the_run_before_it_begins() -> None:
+    server = Server(0, ServerClient("http://127.0.0.1:9", 10, 1.0), Path("/nowhere"), joined=True)
+    there = Server(1, FakeClient(1), Path("/nowhere"), joined=True)  # type: ignore[arg-type]
+    there.client.process = FakeProcess()  # type: ignore[attr-defined]
+
+    async def main() -> None:
+        options = FleetOptions(4, 0, 0.3, 1.0)
+        fleet = Fleet([server, there], options, launch=lambda index: FakeProcess(), stop=lambda process: 0,
+                      changes=Changes())  # fmt: skip
+        fleet.launch()
+        await run_beside(fleet.answering(), fleet.supervise())
+
+    with pytest.raises(FleetError, match="rollout server 0 did not answer within 0.3 s; it runs at http://127.0.0.1:9"):
+        asyncio.run(asyncio.wait_for(main(), 8))
+
+
 def test_the_last_joined_server_that_stays_away_ends_the_run() -> None:
     async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
         clients[0].health = hangs  # type: ignore[method-assign]

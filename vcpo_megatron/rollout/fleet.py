@@ -187,6 +187,7 @@ class Fleet:
         self._launch = launch
         self._stop = stop
         self._stopping = False
+        self._complete = False  # all servers have answered once
         for server in self.servers:
             server.health = Health(options.health_interval_s, options.health_timeout_s)
 
@@ -200,6 +201,7 @@ class Fleet:
     async def answering(self) -> None:
         """Wait until every server answers; ``supervise``, running beside, ends this wait when one does not."""
         await self.changes.until(lambda: all(server.available for server in self.servers) or None)
+        self._complete = True
 
     async def supervise(self) -> None:
         """Restart servers that die or hang until cancelled; FleetError when one may not be restarted, does not answer,
@@ -283,11 +285,13 @@ class Fleet:
             self._late(server)
 
     def _late(self, server: Server) -> None:
-        """It did not answer in time. The run goes on without a joined one while others serve."""
+        """It did not answer in time. A run that has begun goes on without a joined one while others serve."""
         server.ready_by = math.inf
         problem = f"{server.name} did not answer within {self.options.start_timeout_s:g} s"
         if not server.joined:
             raise FleetError(f"{problem} of its start, {server.where}; rollout.start_timeout_s sets this deadline")
+        if not self._complete:
+            raise FleetError(f"{problem}; {server.where}; leave it out of rollout.addresses, or start it")
         if not any(other.available for other in self.servers):
             raise FleetError(f"{problem}, and no other does; {server.where}")
         print(f"{problem}; {server.where}; the run goes on without it until it answers", flush=True)
