@@ -57,6 +57,38 @@ def steps_from_other_weights(cases: list[tuple[RunConfig, Any, list[Batch]]]) ->
     return outcomes
 
 
+def export_and_save(cases: list[tuple[RunConfig, str]], batch: Batch) -> list[list[str]]:
+    """For each (run, directory): a step, an export of what it made, and a checkpoint of the same; names of exports."""
+    platform.prepare()
+    from pathlib import Path
+
+    from megatron.core import parallel_state
+
+    from vcpo_megatron.config.run_directory import RunDirectory
+    from vcpo_megatron.learner.checkpoint import Checkpoints
+    from vcpo_megatron.learner.exporting import Exports
+    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.step import VcpoStep
+    from vcpo_megatron.learner.training import build_trainable
+    from vcpo_megatron.learner.weights import WeightGatherer
+
+    found = []
+    for config, run_dir in cases:
+        parallel = initialize(config)
+        trainable = build_trainable(config, parallel, load=True)
+        step, directory = VcpoStep(config, parallel, trainable), RunDirectory(Path(run_dir))
+        exports = Exports(config, directory, parallel, trainable, WeightGatherer(trainable, parallel))
+        checkpoints = Checkpoints(config, directory, parallel, trainable)
+        step.run(batch, PolicyVersion(1, 1))
+        if exports.is_due(1):
+            exports.write(1)
+        checkpoints.start(1, PolicyVersion(1, 1), step.ess_state, {})
+        checkpoints.finished(wait=True)
+        found.append(sorted(path.name for path in directory.exports.glob("*")))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
 def _complete_gradients(trainable: Any) -> None:
     """With a distributed optimizer a rank's reduced gradient is a part of the buffer: fetch the others'."""
     for wrapped in trainable.wrapped:
@@ -137,14 +169,19 @@ def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: 
     return {"result": result, "parameters": parameters, "steps": steps, "random": random_numbers}
 
 
-def with_kernels(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], list[int], int]:
-    """``one_step_each`` where what stands for fused kernels is believed to run, and their calls."""
+def with_kernels(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], list[int], list[int]]:
+    """``one_step_each`` where what stands for fused kernels is believed to run; Adam's calls, products of each case."""
     platform.runs_kernels = lambda: True
-    outcomes = one_step_each(cases)
+    platform.prepare()
     import fused_weight_gradient_mlp_cuda
     from apex.optimizers import fused_adam
 
-    return outcomes, fused_adam.STEPS, len(fused_weight_gradient_mlp_cuda.PRODUCTS)
+    outcomes, products = [], []
+    for case in cases:
+        before = len(fused_weight_gradient_mlp_cuda.PRODUCTS)
+        outcomes += one_step_each([case])
+        products.append(len(fused_weight_gradient_mlp_cuda.PRODUCTS) - before)
+    return outcomes, fused_adam.STEPS, products
 
 
 def optimizer_in_use(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], str, bool]:

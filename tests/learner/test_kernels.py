@@ -84,15 +84,17 @@ def test_results_do_not_depend_on_kernels(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTHONPATH", str(STAND_INS))
     fused, steps, products = run_world(1, "learner.run_layouts:with_kernels", {"cases": cases})
     assert len(steps) == 2 * len(configs) and all(steps)
-    assert products > 4 * 2 * 2 * 4  # every matrix of two layers, in every pack of two steps, at the least
+    # plain backwards by Megatron, separated ones in bfloat16 by us; an fp32 product needs no kernel to be added to fp32
+    assert [count > 0 for count in products] == [True, True, False, True, True]
     for config, one, other in zip(configs, plain, fused, strict=True):
-        tolerance = 1e-6 if config.model.dtype == "float32" else 3e-3  # products of 8 bits round at different places
+        # of the second step: Adam's first one magnifies what rounding leaves, and parameters of 8 bits may fall apart
+        tolerance = 2e-5 if config.model.dtype == "float32" else 2e-2
         for key, expected in one["gradients"].items():
-            scale = float(expected.abs().max())
+            scale = max(float(g.abs().max()) for g in one["gradients"].values())
             assert float((other["gradients"][key] - expected).abs().max()) <= tolerance * scale, key
         for key, expected in one["parameters"].items():
             difference = (other["parameters"][key].float() - expected.float()).abs()
-            assert float(difference.mean()) < (1e-6 if tolerance == 1e-6 else 1e-3), key
+            assert float(difference.mean()) < (1e-6 if config.model.dtype == "float32" else 1e-3), key
 
 
 @pytest.mark.timeout(200)

@@ -54,7 +54,7 @@ CASES["deferred leave-one-out pp2"] = Case(
 CASES["accumulate token weights"] = Case(1, {"is_level": "token"}, pack=1000)
 for _layout, (_ranks, _parallel) in LAYOUTS.items():
     CASES[f"right or wrong {_layout}"] = Case(_ranks, {}, _parallel, pack=1000, binary=True)
-CASES["right or wrong anchored"] = Case(1, {"behavior_anchor": 0.5}, pack=1000, binary=True)
+CASES["pp2 one accumulator"] = Case(2, {"opob_accumulators": 1}, {"pipeline": 2})
 CASES["right or wrong deferred"] = Case(1, {"opob_mode": "deferred"}, pack=1000, binary=True)
 for _layout in ("single", "pp2"):
     CASES[f"vcpo_opob_only {_layout}"] = Case(LAYOUTS[_layout][0], {"method": "vcpo_opob_only"}, LAYOUTS[_layout][1])
@@ -227,6 +227,39 @@ def test_regularizers_accumulators_and_proxy(models: dict[tuple[str, bool], Path
             proxy = results[-1]["results"][-1]
             assert all(row.grad_norm != row.grad_norm for row in proxy.trajectories)  # no exact norm is claimed
             _check_proxy(policy, proxy.trajectories)
+
+
+ANCHORED: list[tuple[int, dict[str, Any], dict[str, int], bool]] = [
+    (1, {}, {}, False), (1, {}, {}, True), (1, {"method": "vcpo_ess_only"}, {}, False),
+    (2, {}, {"tensor": 2}, False), (2, {}, {"pipeline": 2}, False), (2, {}, {}, True), (2, {}, {"context": 2}, False),
+    (2, {"opob_mode": "deferred"}, {"pipeline": 2}, True), (2, {"opob_mode": "two_pass"}, {}, False),
+]  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+def test_behavior_anchor(models: dict[tuple[str, bool], Path]) -> None:
+    """The second of two steps on one batch, at a learning rate that moves nothing: lambda (1 - ESS of the first) times
+    the behaviour's likelihood over groups with variance is added, whatever the mode and the layout."""
+    model = models["qwen2", False]
+    batches = {binary: make_batch(model, right_or_wrong=binary) for binary in (False, True)}
+    for ranks in (1, 2):
+        mine = [case for case in ANCHORED if case[0] == ranks]
+        cases = [
+            (make_config(model, ranks, parallel=parallel, optimizer={"lr": 1e-30}, train={"max_pack_tokens": 1000},
+                         algorithm={"behavior_anchor": 0.5, **algorithm}), [batches[binary]] * 2)
+            for _, algorithm, parallel, binary in mine
+        ]  # fmt: skip
+        results = run_world(ranks, "learner.run_layouts:one_step_each", {"cases": cases}, timeout_s=300)
+        for (_, algorithm, _, binary), outcome in zip(mine, results, strict=True):
+            policy = Policy(model, batches[binary])
+            policy.normalize("sequence_token_mean")
+            policy.advantages("group_mean", True) if "method" in algorithm else policy.opob()
+            ratios = torch.stack([(s.logp - s.mu).sum().detach() for s in policy.samples])
+            ess = float(ratios.exp().sum() ** 2 / (2 * ratios).exp().sum()) / len(ratios)
+            assert outcome["results"][0].metrics["ess/ratio"] == pytest.approx(ess, rel=1e-5) and ess < 0.95
+            anchor = policy.loss(lambda s: s.logp)
+            expected = policy.gradient(policy.loss(sequence_weighted) + 0.5 * (1 - ess) * anchor)
+            assert_gradients(outcome, expected)
 
 
 def _check_proxy(policy: Policy, rows: Any) -> None:

@@ -253,6 +253,9 @@ class CheckpointConfig(Section):
         True, description="groups in flight go on with what they have when a run is resumed, else they are sampled anew"
     )
     keep_best: bool = Field(True, description="keep the checkpoint of the highest held-out accuracy, too")
+    export_hf_every: int = Field(
+        0, ge=0, description="steps between Hugging Face folders in exports/, kept as checkpoints are; 0: none"
+    )
 
 
 class LaunchConfig(Section):

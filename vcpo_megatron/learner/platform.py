@@ -125,12 +125,16 @@ def _mend_megatron() -> None:
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
+    import megatron.core.transformer.multi_latent_attention as latent
 
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     # 0.16.1 leaves this name undefined without TransformerEngine and then compares it with None.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    # Without TransformerEngine its wrappers import as None, and latent attention asks isinstance(x, None).
+    if latent.TELinear is None:
+        latent.HAVE_TE = False
     # Split sizes stay tensors when they already are on the CPU; all_to_all_single wants lists.
     dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, record_stream=False: (
         t.numpy() if as_numpy and torch.is_tensor(t) else t

@@ -47,6 +47,7 @@ from ..transport.control import (
 from ..transport.weights import buckets, serialize_bucket
 from ..types import Batch, PolicyVersion
 from .checkpoint import Checkpoints
+from .exporting import Exports
 from .parallel import Parallel, initialize
 from .scoring import score_tokens
 from .step import VcpoStep
@@ -78,6 +79,7 @@ class Worker:
         if context.resume_step is not None:
             self._step.ess_state = self._checkpoints.load(context.resume_step)
         self._gatherer = WeightGatherer(trainable, self._parallel)
+        self._exports = Exports(config, context.directory, self._parallel, trainable, self._gatherer)
         self._inbox: deque[Message] = deque()
         self._heard = time.monotonic()
         self._published: PolicyVersion | None = None
@@ -117,6 +119,9 @@ class Worker:
         self._version = result.version
         self._say(StepDone(result))
         self._publish_weights()
+        if self._exports.is_due(self._version.number):
+            self._now(f"exports the policy of step {self._version.number}")
+            self._exports.write(self._version.number)
 
     def _leave_asked(self) -> bool:
         """Rank 0, in the middle of a step: whether it is to be left. Other messages wait in the inbox."""

@@ -346,7 +346,9 @@ class Fleet:
     # --- weights ------------------------------------------------------------------------------
 
     def loaded(self, server: Server, version: PolicyVersion) -> None:
-        """The server holds ``version``, whole: it serves."""
+        """The server holds ``version``, whole: it serves, unless it was lost since."""
+        if not server.available:
+            return
         server.version = version
         server.client.cache_key = str(version)
         server.restarting.reset()
