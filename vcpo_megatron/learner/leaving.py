@@ -58,7 +58,7 @@ class Leaving:
 
     def look(self) -> None:
         """Between two passes, on all ranks of the replica: ReplicaLeft when the step is to be left."""
-        if self._asked is None or not self._key:
+        if self._asked is None:
             return
         seen = torch.tensor([int(self._sees())])
         if self._parallel.replica_size > 1:
