@@ -21,10 +21,10 @@ hypothesis.settings.register_profile("vcpo", deadline=None)
 hypothesis.settings.load_profile("vcpo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-#: Changed by pytest itself while a test runs.
+#: Changed by pytest itself while a test runs; and the alarm of pytest-timeout.
 _OF_PYTEST = {"PYTEST_CURRENT_TEST"}
 _LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-_SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+_SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGALRM})
 
 
 def _environment() -> dict[str, str]:

@@ -82,7 +82,7 @@ def test_results_do_not_depend_on_kernels(tmp_path: Path, monkeypatch: pytest.Mo
     cases = [(config, batches) for config in configs]
     plain = run_world(1, "learner.run_layouts:one_step_each", {"cases": cases})
     monkeypatch.setenv("PYTHONPATH", str(STAND_INS))
-    fused, steps, products = run_world(1, "learner.run_layouts:with_kernels", {"cases": cases})
+    fused, steps, products = run_world(1, "learner.run_layouts:with_kernels", {"cases": cases}, fresh=True)
     assert len(steps) == 2 * len(configs) and all(steps)
     # plain backwards by Megatron, separated ones in bfloat16 by us; an fp32 product needs no kernel to be added to fp32
     assert [count > 0 for count in products] == [True, True, False, True, True]
@@ -103,5 +103,5 @@ def test_a_cpu_rank_with_apex_installed_takes_torchs_adam(tmp_path: Path, monkey
     model = make_model_folder(tmp_path / "model", layers=2)
     cases = [(make_config(model, 1), [make_batch(model)])]
     monkeypatch.setenv("PYTHONPATH", str(STAND_INS))
-    (outcome,), adam, seen = run_world(1, "learner.run_layouts:optimizer_in_use", {"cases": cases})
+    (outcome,), adam, seen = run_world(1, "learner.run_layouts:optimizer_in_use", {"cases": cases}, fresh=True)
     assert adam == "torch.optim.adamw" and not seen and not outcome["results"][0].skipped
