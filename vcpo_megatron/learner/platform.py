@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +56,7 @@ def prepare() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     if os.environ.get("RANK", "0") == "0":
         for note in kernels().notes:
-            print(f"kernels: {note}", flush=True)
+            print(f"kernels: {note}", file=sys.stderr, flush=True)  # a tool may print JSON
     kernels()
     if has_gpu():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

@@ -85,7 +85,7 @@ class PackedAttention:
         inputs = self._inputs
         if inputs is None:
             self._record(module, key, value, options)
-            return query.transpose(1, 2), None
+            return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3]), None
         keys, values = self._cache[2 * module.layer_idx], self._cache[2 * module.layer_idx + 1]
         places = (inputs.rows, slice(None), inputs.positions)
         keys[places] = key[0].transpose(0, 1)
