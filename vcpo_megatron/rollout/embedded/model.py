@@ -247,8 +247,8 @@ def _probe_inputs(packed: PackedModel, sizes: tuple[int, ...], batch: int) -> tu
     pad, unpad = padding(sizes)
     cache = [
         torch.zeros(batch + len(sizes), heads, 32, dim, dtype=packed.dtype)
-        for heads, *sizes in packed.shapes
-        for dim in sizes
+        for heads, *dims in packed.shapes
+        for dim in dims
     ]
     return Packed(ids, positions, rows, mask, pad, unpad, torch.arange(total)), cache
 
