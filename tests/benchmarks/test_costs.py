@@ -13,16 +13,14 @@ from vcpo_megatron.learner import weight_gradients
 from vcpo_megatron.learner.score_state import Coefficients, PackScores, TokenRows, Tokens
 from vcpo_megatron.learner.weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly
 
-CPU = costs.Machine(
-    1.0, 1.0, weight_gradients.PASS_FLOPS_CPU, weight_gradients.BATCHED_TOKENS_CPU, weight_gradients.GRAM_BLOCK_CPU
-)
+CPU = costs.Machine(1.0, 1.0, *weight_gradients.constants(gpu=False))
 LAYERS = [(96, 160), (640, 512)]
 LENGTHS = (5, 30, 90, 600)
 
 
 def test_constants_are_those_of_the_learner() -> None:
-    gpu = (weight_gradients.PASS_FLOPS_GPU, weight_gradients.BATCHED_TOKENS_GPU, weight_gradients.GRAM_BLOCK_GPU)
-    assert (costs.H100.pass_flops, costs.H100.batched_tokens, costs.H100.gram_block) == gpu
+    found = (costs.H100.pass_flops, costs.H100.batched_tokens, costs.H100.gram_block)
+    assert found == weight_gradients.constants(gpu=True)
     for layer in LAYERS:
         assert costs.crossover(*layer) == weight_gradients.crossover(*layer)
         for shared in (False, True):

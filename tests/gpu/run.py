@@ -57,16 +57,17 @@ def main(argv: list[str]) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("no GPU: torch.cuda is not available; --device cpu runs what needs none", file=sys.stderr)
         return 2
-    from vcpo_megatron.benchmarks.step import join_world_of_one
-    from vcpo_megatron.learner import platform
-
-    join_world_of_one()
-    platform.prepare()
+    chosen = {n: c for n, c in CHECKS.items() if not arguments.only or any(word in n for word in arguments.only)}
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, check in CHECKS.items():
-            if arguments.only and not any(word in name for word in arguments.only):
-                continue
+        if any("oracle" in name for name in chosen):
+            make_oracles(Path(folder))
+        from vcpo_megatron.benchmarks.step import join_world_of_one
+        from vcpo_megatron.learner import platform
+
+        join_world_of_one()
+        platform.prepare()
+        for name, check in chosen.items():
             done = run_check(name, check, Path(folder))
             outcomes.append(done)
             if not arguments.json:
@@ -107,13 +108,27 @@ def require(value: float, limit: float, what: str) -> str:
 # --- against the fp64 oracle ----------------------------------------------------------------------
 
 
+#: family, tied -> (configuration, batch, oracle); made by ``make_oracles``.
+ORACLES: dict[tuple[str, bool], tuple[Path, Any, Any]] = {}
+FAMILIES = (("qwen2", False), ("qwen3", True), ("moe", False))
+
+
+def make_oracles(folder: Path) -> None:
+    """On the CPU, by transformers, and before the learner makes Megatron run there: that changes torch's factories."""
+    from learner.scenarios import make_batch, make_config, make_model_folder, oracle_step
+
+    for family, tied in FAMILIES:
+        model = make_model_folder(folder / f"{family}{tied}", family, tied=tied, rounded=True)
+        batch = make_batch(model)
+        ORACLES[family, tied] = (model, batch, oracle_step(model, batch, make_config(model, 1)))
+
+
 def oracle_float32(folder: Path) -> str:
     """Loss, log ratios, norms, baselines, ESS, learning rate and gradients of every exact mode, several models."""
-    kinds = [("qwen2", False), ("qwen3", True), ("moe", False)]
     worst: dict[str, float] = {}
-    for family, tied in kinds:
+    for kind in FAMILIES:
         for mode in ("accumulate", "deferred", "two_pass"):
-            found = compare_with_oracle(folder, family, tied, {"algorithm": {"opob_mode": mode}})
+            found = compare_with_oracle(kind, {"algorithm": {"opob_mode": mode}})
             worst = {key: max(value, worst.get(key, 0.0)) for key, value in found.items()}
     limits = {"loss": 1e-4, "log ratio": 1e-4, "norm": 5e-5, "baseline": 1e-4, "ess": 5e-5, "lr": 5e-5}
     limits["gradient"] = 1e-4
@@ -125,23 +140,20 @@ def oracle_bfloat16(folder: Path) -> str:
     worst: dict[str, float] = {}
     for mode in ("accumulate", "deferred", "two_pass"):
         sections = {"model": {"dtype": "bfloat16"}, "algorithm": {"opob_mode": mode}}
-        found = compare_with_oracle(folder, "qwen2", False, sections)
+        found = compare_with_oracle(FAMILIES[0], sections)
         worst = {key: max(value, worst.get(key, 0.0)) for key, value in found.items()}
     limits = {"log ratio": 0.3, "norm": 0.03, "baseline": 0.3, "gradient": 0.15}
     return ", ".join(require(worst[key], limit, key) for key, limit in limits.items())
 
 
-def compare_with_oracle(folder: Path, family: str, tied: bool, sections: dict[str, Any]) -> dict[str, float]:
+def compare_with_oracle(kind: tuple[str, bool], sections: dict[str, Any]) -> dict[str, float]:
     """Largest differences of one step; norm, loss, ess, lr relative; gradient relative to the largest of all."""
     import torch
     from learner.run_layouts import one_step_each
-    from learner.scenarios import make_batch, make_config, make_model_folder, oracle_step
+    from learner.scenarios import make_config
 
-    model = folder / f"{family}{tied}"
-    if not model.is_dir():
-        make_model_folder(model, family, tied=tied, rounded=True)
-    config, batch = make_config(model, 1, **sections), make_batch(model)
-    oracle, (outcome,) = oracle_step(model, batch, config), one_step_each([(config, [batch])])
+    model, batch, oracle = ORACLES[kind]
+    (outcome,) = one_step_each([(make_config(model, 1, **sections), [batch])])
     result = outcome["results"][0]
     metrics, rows = result.metrics, result.trajectories
 

@@ -169,24 +169,30 @@ def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: 
     return {"result": result, "parameters": parameters, "steps": steps, "random": random_numbers}
 
 
-def with_kernels(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], list[int], int]:
-    """``one_step_each`` where what stands for fused kernels is believed to run, and their calls."""
+def with_kernels(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], list[int], list[int]]:
+    """``one_step_each`` where what stands for fused kernels is believed to run; Adam's calls, products of each case."""
     platform.runs_kernels = lambda: True
-    outcomes = one_step_each(cases)
+    platform.prepare()
     import fused_weight_gradient_mlp_cuda
     from apex.optimizers import fused_adam
 
-    return outcomes, fused_adam.STEPS, len(fused_weight_gradient_mlp_cuda.PRODUCTS)
+    outcomes, products = [], []
+    for case in cases:
+        before = len(fused_weight_gradient_mlp_cuda.PRODUCTS)
+        outcomes += one_step_each([case])
+        products.append(len(fused_weight_gradient_mlp_cuda.PRODUCTS) - before)
+    return outcomes, fused_adam.STEPS, products
 
 
-def optimizer_in_use(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], str, bool]:
-    """``one_step_each``, the module of Megatron's Adam, and whether apex was imported."""
+def optimizer_in_use(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], str, set[str]]:
+    """``one_step_each``, the module of Megatron's Adam, and what was imported of apex and torch's compiler."""
     import sys
 
     outcomes = one_step_each(cases)
     from megatron.core.optimizer import Adam
 
-    return outcomes, Adam.__module__, sys.modules.get("apex") is not None
+    unwanted = ("apex", "torch._dynamo", "torch._inductor")
+    return outcomes, Adam.__module__, {name for name in unwanted if sys.modules.get(name)}
 
 
 class ForeignNorm(torch.nn.Module):
@@ -266,7 +272,7 @@ def leave_and_take_again(cases: list[tuple[RunConfig, int]], batches: list[Batch
                 looks = 0
                 left = step.run(batches[1], PolicyVersion(2 * number + leaves, 2)) is None
                 looks = -10_000
-                moved = max(float((v - before[k]).abs().max()) for k, v in gatherer.gather())
+                moved = max((float((v - before[k]).abs().max()) for k, v in gatherer.gather()), default=0.0)
             result = step.run(batches[1], PolicyVersion(1000 + 2 * number + leaves, 2)) if left is not False else None
             parameters = {k: v.clone() for k, v in gatherer.gather()}
             ends.append({"metrics": result and dict(result.metrics), "parameters": parameters})

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """What a device sustains; the last three as learner.weight_gradients.{PASS_FLOPS,BATCHED_TOKENS,GRAM_BLOCK}_*."""
+    """What a device sustains; the last three as ``learner.weight_gradients.constants``."""
 
     flops: float
     bytes_per_s: float

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import platform
+from .kernels import add_product
 
 if TYPE_CHECKING:
     from .score_state import PackScores, Tokens
@@ -99,20 +100,15 @@ def accumulate_limit(d_in: int, d_out: int, *, shared: bool = False) -> int:
     An explicit W_i costs three passes over its elements. Against it stand a second product over the tokens, for
     S_g, or, where trajectories share rewards (``shared``), the T^2 (d_in + d_out) FLOPs of the Gram product alone.
     """
-    passes, edge = 3 * _pass_flops(), crossover(d_in, d_out)
+    passes, edge = 3 * constants(gpu=platform.has_gpu())[0], crossover(d_in, d_out)
     return min(edge, math.isqrt(passes * edge) if shared else passes // 2)
 
 
-def _pass_flops() -> int:
-    return PASS_FLOPS_GPU if platform.has_gpu() else PASS_FLOPS_CPU
-
-
-def _batched_tokens() -> int:
-    return BATCHED_TOKENS_GPU if platform.has_gpu() else BATCHED_TOKENS_CPU
-
-
-def _gram_block() -> int:
-    return GRAM_BLOCK_GPU if platform.has_gpu() else GRAM_BLOCK_CPU
+def constants(*, gpu: bool) -> tuple[int, int, int]:
+    """FLOPs of a pass, longest trajectory of a batched Gram product, and block of a triangular one."""
+    if gpu:
+        return PASS_FLOPS_GPU, BATCHED_TOKENS_GPU, GRAM_BLOCK_GPU
+    return PASS_FLOPS_CPU, BATCHED_TOKENS_CPU, GRAM_BLOCK_CPU
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -129,6 +125,8 @@ def _add_product(total: Tensor, grads: Tensor, factors: Tensor, inputs: Tensor) 
     grads, inputs = _scaled(grads, factors, inputs)
     if total.dtype is torch.float32 and grads.dtype is torch.float32:
         total.addmm_(grads.t(), inputs)
+    elif total.dtype is torch.float32 and platform.kernels().adds_products:
+        add_product(total, grads, inputs)
     else:
         total.add_(_product(grads.t(), inputs))
 
@@ -145,7 +143,7 @@ def add_gram_norms(scores: PackScores, tokens: Tokens, limit: int, inputs: Tenso
 
     Where ranks hold different tokens of a trajectory, every rank multiplies its rows with all of them.
     """
-    alone, batched = tokens.group is None, _batched_tokens()
+    alone, batched = tokens.group is None, constants(gpu=platform.has_gpu())[1]
     buckets = tokens.buckets(min(limit, batched) if alone else limit)
     if buckets:
         all_inputs, all_grads = tokens.gather(inputs), tokens.gather(grads)
@@ -170,7 +168,7 @@ def _picked(values: Tensor, positions: Tensor) -> Tensor:
 
 def _triangular_gram(a: Tensor, g: Tensor) -> Tensor:
     """<a a^T, g g^T> of a [t, d_in], g [t, d_out] by the lower triangle of blocks, float64 scalar."""
-    total, block = torch.zeros((), dtype=torch.float64, device=a.device), _gram_block()
+    total, block = torch.zeros((), dtype=torch.float64, device=a.device), constants(gpu=platform.has_gpu())[2]
     for start in range(0, len(a), block):
         rows_a, rows_g = a[start : start + block], g[start : start + block]
         total += _product(rows_a, rows_a.t()).mul_(_product(rows_g, rows_g.t())).sum(dtype=torch.float64)

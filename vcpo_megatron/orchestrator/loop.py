@@ -52,7 +52,7 @@ from .replay import Replay
 from .rows import MetricsLog, Start, evaluated_versions, start_of_log
 from .staleness import StalenessBound
 from .store import ResumePlan, RolloutStore, StoreError, StoreReader
-from .tasks import RunError, StopRequest, run_beside
+from .tasks import RunError, StopRequest, run_all, run_beside
 from .trainer import Trainer
 from .weight_sync import WeightSync
 
@@ -161,9 +161,11 @@ class Controller:
         if plan.buffer or plan.partial or plan.requeue:
             kept = sum(len(group.trajectories) for group in plan.partial)
             missing = sum(len(group.missing) for group in plan.partial)
+            begun = sum(len(group.parked) for group in plan.partial)
             print(
                 f"resume: {len(plan.buffer)} complete groups are kept, {len(plan.partial)} go on with {kept} "
-                f"trajectories and lack {missing}, {len(plan.requeue)} prompts are sampled again", flush=True,
+                f"trajectories and lack {missing}, of which {begun} are begun, {len(plan.requeue)} prompts are sampled "
+                "again", flush=True,
             )  # fmt: skip
         return plan, state
 
@@ -289,6 +291,8 @@ class Controller:
             self._changes.notify()
             await trainer.record(batch, result, wait_s=waited, sync_s=sync.take_seconds())
             await trainer.checkpoint_if_due()
+        if self._stop.made and self._config.checkpoint.resume_partial:
+            await run_all(trainer.checkpoint(), generation.park())
         await trainer.checkpoint()
         await self._changes.until(
             lambda: (self._stop.made or evaluation.is_settled(before=self._parts.steps + 1)) or None
