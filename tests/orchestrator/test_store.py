@@ -554,7 +554,7 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
     for path, message in (
         (text, "text is not a rollout store"),
         (foreign, "foreign is an SQLite file of another program"),
-        (newer, "newer has format 99, this version reads format 1"),
+        (newer, "newer has format 99, this version reads format 2"),
     ):
         before = path.read_bytes()
         for opener in (RolloutStore, RolloutStore.open_readonly):

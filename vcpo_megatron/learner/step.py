@@ -39,11 +39,12 @@ from .packing import Pack, batch_rows
 from .parallel import Parallel, agree_sum
 from .regularizers import ReferenceWeights, regularizer
 from .results import RowTable, step_metrics, trajectory_results
+from .routing import RoutingReplay
 from .schedule import ForwardStep, Loss, as_loss, forward_tokens, run_schedule
 from .score_gradients import attach
 from .score_state import Coefficients, PackScores, ScoreSwitch
 from .step_plan import StepPlan
-from .step_size import EssState, batch_ess_ratio
+from .step_size import EssState, agreed, batch_ess_ratio
 from .training import Trainable
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -66,6 +67,8 @@ class VcpoStep:
         self._reference = ReferenceWeights(trainable.chunks) if algorithm.kl_reference == "initial" else None
         if self._reference is not None and parallel.rank == 0:
             print(f"kl_reference: {self._reference.bytes:,} bytes of host memory on rank 0", flush=True)
+        replayed = config.rollout.routing_replay
+        self._replay = RoutingReplay(trainable.chunks, parallel, self._device) if replayed else None
         self._objective: Objective  # of the batch at hand
         self._table = RowTable(0)
         self._reference_logprobs: dict[int, torch.Tensor] = {}
@@ -112,7 +115,7 @@ class VcpoStep:
         skipped = "" if math.isfinite(ratio) and table.finite else "non-finite step"
         learning_rate, total_norm = math.nan, math.nan
         if not skipped:
-            learning_rate = self._agreed(self.trainable.scheduled_learning_rate() * scale)
+            learning_rate = agreed(self.trainable.scheduled_learning_rate() * scale, self.parallel.command_group)
             total_norm = self.trainable.optimizer_step(learning_rate)
             self.ess_state.record(ratio)
         facts, weights = self._objective.facts, self._objective.sequence_weights(table.log_ratio)
@@ -221,7 +224,10 @@ class VcpoStep:
         self._objective.set_statistic(agree_sum(ratios, self.parallel))
 
     def _output(self, pack: Pack, model: torch.nn.Module) -> torch.Tensor:
-        return forward_tokens(model, pack.tokens, pack.positions, pack.layout)
+        def forward() -> torch.Tensor:
+            return forward_tokens(model, pack.tokens, pack.positions, pack.layout)
+
+        return forward() if self._replay is None else self._replay.during(pack, forward)
 
     def _forward_scoring(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
         def loss(logits: torch.Tensor) -> Loss:
@@ -390,11 +396,3 @@ class VcpoStep:
             accumulator_error=(0.0, 0.0) if self._groups is None else self._groups.accumulator_error,
         )
         return RowTable.from_sum(agree_sum(owned.packed(), self.parallel))
-
-    def _agreed(self, learning_rate: float) -> float:
-        """Assert that all ranks are about to step by the same learning rate."""
-        pair = torch.tensor([learning_rate, -learning_rate], dtype=torch.float64)
-        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=self.parallel.command_group)
-        if pair[0] != learning_rate or pair[1] != -learning_rate:
-            raise RuntimeError(f"learning rates differ between ranks: {-pair[1].item()} to {pair[0].item()}")
-        return learning_rate

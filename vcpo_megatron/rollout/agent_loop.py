@@ -53,7 +53,7 @@ def _environment_code(what: str) -> Iterator[None]:
 
 @dataclass
 class _Record:
-    """The growing trajectory. ``spans`` are those of the turn in progress."""
+    """The growing trajectory. ``spans`` are those of the turn in progress; ``experts`` tile its first tokens."""
 
     tokens: list[int]
     mask: list[bool]
@@ -61,6 +61,7 @@ class _Record:
     turns: list[Turn] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     sampled: int = 0
+    experts: list[np.ndarray] = field(default_factory=list)
 
     @classmethod
     def of_prompt(cls, prompt: Sequence[int]) -> _Record:
@@ -86,6 +87,17 @@ class _Record:
         self.mask += [True] * len(result.output_ids)
         self.logprobs += result.logprobs
         self.sampled += len(result.output_ids)
+        if result.routed_experts is not None:
+            # The first record of a token stays: it is the one that its log-prob, or those after it, were sampled with.
+            self.experts.append(result.routed_experts[sum(map(len, self.experts)) :])
+
+    def routed_experts(self) -> np.ndarray | None:
+        """[L, layers, k], with the dtype's largest value where nothing was recorded."""
+        if not self.experts:
+            return None
+        known = np.concatenate(self.experts)
+        missing = len(self.tokens) - len(known)
+        return np.pad(known, ((0, missing), (0, 0), (0, 0)), constant_values=np.iinfo(known.dtype).max)
 
     def end_turn(self, start: int, finish_reason: str) -> None:
         self.turns.append(Turn(start, len(self.tokens), finish_reason, tuple(self.spans)))
@@ -252,5 +264,5 @@ async def run_episode(
         prompt_length=record.turns[0].start, tokens=np.asarray(record.tokens, dtype=np.int32),
         loss_mask=np.asarray(record.mask, dtype=np.bool_),
         behavior_logprobs=np.asarray(record.logprobs, dtype=np.float32), turns=tuple(record.turns),
-        reward=float(outcome.reward), info=dict(outcome.info),
+        reward=float(outcome.reward), info=dict(outcome.info), routed_experts=record.routed_experts(),
     )  # fmt: skip

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 GENERATE = "/generate"
 PAUSE_GENERATION = "/pause_generation"
 CONTINUE_GENERATION = "/continue_generation"
@@ -154,13 +156,15 @@ class GenerateResult:
     """One answer. ``logprobs[t]`` is log mu(output_ids[t] | ...) at the sampling temperature.
 
     ``spans`` tile [0, len(output_ids)); ``finish_reason`` is "stop" (the stop token is the last of
-    ``output_ids``), "length" or "abort" (``output_ids`` holds what was sampled until then).
+    ``output_ids``), "length" or "abort" (``output_ids`` holds what was sampled until then). ``routed_experts``
+    are those of every token of prompt and answer but the last, uint8 or uint16 [P + G - 1, layers, k], where asked for.
     """
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[Span, ...]
     finish_reason: str
+    routed_experts: np.ndarray | None = None
 
 
 # ---------------------------------------------------------------- request bodies
