@@ -25,7 +25,7 @@ class RouterCapture:
             if (router := getattr(layer.mlp, "gate", None)) is not None and hasattr(router, "top_k")
         }
         if not routers:
-            raise ModelError("--enable-return-routed-experts: the model has no experts, or its routers do not name them")
+            raise ModelError("--enable-return-routed-experts: the model has no experts, or no routers that name them")
         self._layers = len(layers)
         for number, router in routers.items():
             router.register_forward_hook(self._watch(number))
