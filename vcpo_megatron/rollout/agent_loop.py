@@ -111,9 +111,9 @@ def _check_answer(result: GenerateResult, budget: int) -> None:
         raise EpisodeError(f"the server answered {count} tokens where at most {budget} were asked for")
     if len(result.logprobs) != count:
         raise EpisodeError(f"the server answered {count} tokens with {len(result.logprobs)} log-probs")
-    for position, logprob in enumerate(result.logprobs):
-        if not math.isfinite(logprob):
-            raise EpisodeError(f"the server answered log-prob {logprob} at token {position} of its answer")
+    if not all(map(math.isfinite, result.logprobs)):
+        position, logprob = next((i, x) for i, x in enumerate(result.logprobs) if not math.isfinite(x))
+        raise EpisodeError(f"the server answered log-prob {logprob} at token {position} of its answer")
     borders = [0, *(end for _, end, _ in result.spans)]
     gapless = all(start == border < end for border, (start, end, _) in zip(borders, result.spans, strict=False))
     if not gapless or borders[-1] != count:
