@@ -130,15 +130,18 @@ def _serve(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from .planning.doctor import Finding, examine, render
 
-    findings = examine(Path("runs"))
+    config, problems = None, list[str]()
     if args.config is not None:
         from .cli_train import config_problems
         from .config.load import ConfigError, load_config
 
         try:
-            problems = config_problems(load_config(args.config))
+            config = load_config(args.config)
+            problems = config_problems(config)
         except ConfigError as error:
             problems = error.problems
+    findings = examine(Path("runs"), config.rollout.python if config else None)
+    if args.config is not None:
         findings += [Finding("missing", "config", problem) for problem in problems]
         if not problems:
             findings.append(Finding("ok", "config", f"{args.config} can run"))

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from vcpo_megatron.config.methods import METHODS
 from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.types import Batch
 
-from .oracles import OBJECTIVES, Policy, sequence_weighted
+from .oracles import OBJECTIVES, WHOLE_BATCH, Policy, sequence_weighted
 from .scenarios import make_batch, make_config, make_model_folder
 from .world import run_world
 
@@ -33,7 +34,8 @@ class Case:
     family: str = "qwen2"
     tied: bool = False
     far: bool = False  # log ratios that close clips
-    exact_norms: bool = True
+    binary: bool = False  # rewards 0 and 1: trajectories that share a reward share a weight gradient
+    anchor: float = 0.0  # in the second of two steps on one batch, at a learning rate that moves nothing
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -51,13 +53,28 @@ CASES["deferred leave-one-out pp2"] = Case(
     2, {"opob_mode": "deferred", "baseline": "opob_leave_one_out"}, {"pipeline": 2}
 )
 CASES["accumulate token weights"] = Case(1, {"is_level": "token"}, pack=1000)
+for _layout, (_ranks, _parallel) in LAYOUTS.items():
+    CASES[f"right or wrong {_layout}"] = Case(_ranks, {}, _parallel, pack=1000, binary=True)
+CASES["pp2 one accumulator"] = Case(2, {"opob_accumulators": 1}, {"pipeline": 2})
+CASES["right or wrong deferred"] = Case(1, {"opob_mode": "deferred"}, pack=1000, binary=True)
+for _layout in ("single", "pp2"):
+    CASES[f"vcpo_opob_only {_layout}"] = Case(LAYOUTS[_layout][0], {"method": "vcpo_opob_only"}, LAYOUTS[_layout][1])
+for _name, _ranks, _keys, _parallel in (
+    ("", 1, {}, {}), ("right or wrong ", 1, {}, {}), ("vcpo_ess_only ", 1, {"method": "vcpo_ess_only"}, {}),
+    ("tp2 ", 2, {}, {"tensor": 2}), ("pp2 ", 2, {}, {"pipeline": 2}), ("right or wrong dp2 ", 2, {}, {}),
+    ("cp2 ", 2, {}, {"context": 2}), ("two_pass dp2 ", 2, {"opob_mode": "two_pass"}, {}),
+    ("right or wrong deferred pp2 ", 2, {"opob_mode": "deferred"}, {"pipeline": 2}),
+):
+    CASES[f"{_name}anchored"] = Case(
+        _ranks, _keys, _parallel, pack=1000, binary=_name.startswith("right"), anchor=0.5
+    )
 for _rule in RULES:
     CASES[f"{_rule} opob"] = Case(1, {"loss_normalization": _rule}, pack=30)
     CASES[f"{_rule} opob whole groups dp2"] = Case(2, {"loss_normalization": _rule}, pack=1000)
     CASES[f"{_rule} plain dp2"] = Case(2, {"loss_normalization": _rule, "method": "tis_sequence"}, pack=30)
 for _method in OBJECTIVES:
     CASES[_method] = Case(1, {"method": _method, "allow_uncorrected": True}, far=True)
-for _method, _layout in (("m2po", "pp2"), ("p3o", "dp2"), ("gspo", "tp2"), ("mu_grpo", "dp2")):
+for _method, _layout in (("m2po", "pp2"), ("p3o", "dp2"), ("p3o", "pp2"), ("gspo", "tp2"), ("mu_grpo", "dp2")):
     CASES[f"{_method} {_layout}"] = Case(LAYOUTS[_layout][0], {"method": _method}, LAYOUTS[_layout][1], far=True)
 
 
@@ -74,7 +91,9 @@ def _oracle(case: Case, model: Path, batch: Batch, config: RunConfig) -> tuple[d
         policy.normalize(case.algorithm.get("loss_normalization", rule))
         policy.advantages(baseline, std)
         objective = form(policy.samples)
-    loss = policy.loss(objective)
+    loss = policy.loss(objective, whole_batch=config.algorithm.method in WHOLE_BATCH)
+    if case.anchor:
+        loss = loss + case.anchor * (1 - policy.ess()) * policy.loss(lambda s: s.logp)
     return policy.gradient(loss), policy
 
 
@@ -88,19 +107,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], P
 @pytest.fixture(scope="module")
 def outcomes(models: dict[tuple[str, bool], Path]) -> dict[str, tuple[Case, RunConfig, Path, Batch, dict[str, Any]]]:
     found = {}
-    batches = {(kind, far): make_batch(models[kind], spread=6.0 if far else 0.4)
-               for kind in models for far in (False, True)}  # fmt: skip
+    batches = {(kind, far, binary): make_batch(models[kind], spread=6.0 if far else 0.4, right_or_wrong=binary)
+               for kind in models for far, binary in ((False, False), (True, False), (False, True))}  # fmt: skip
     for ranks in (1, 2):
         names = [name for name, case in CASES.items() if case.ranks == ranks]
         prepared = []
         for name in names:
             case = CASES[name]
-            model, batch = models[case.family, case.tied], batches[(case.family, case.tied), case.far]
+            model = models[case.family, case.tied]
+            batch = batches[(case.family, case.tied), case.far, case.binary]
             config = make_config(
-                model, ranks, parallel=case.parallel, algorithm=case.algorithm, train={"max_pack_tokens": case.pack}
-            )
+                model, ranks, parallel=case.parallel, train={"max_pack_tokens": case.pack},
+                algorithm={**case.algorithm, "behavior_anchor": case.anchor},
+                optimizer={"lr": 1e-30} if case.anchor else {},
+            )  # fmt: skip
             prepared.append((case, config, model, batch))
-        cases = [(config, [batch]) for _, config, _, batch in prepared]
+        cases = [(config, [batch] * (2 if case.anchor else 1)) for case, config, _, batch in prepared]
         results = run_world(ranks, "learner.run_layouts:one_step_each", {"cases": cases}, timeout_s=600)
         found |= {name: (*one, result) for name, one, result in zip(names, prepared, results, strict=True)}
     return found
@@ -129,6 +151,28 @@ def test_gradient_equals_the_oracle(
         assert float(outcome["accumulators"]) == (0 if config.algorithm.opob_mode != "accumulate" else 1)
     assert metrics["grad_norm/total"] == pytest.approx(total, rel=1e-5)
     assert metrics["baseline/accumulator_error"] == 0 and metrics["kl/reference"] == 0
+    scale = metrics["ess/ratio"] ** 0.5 if config.algorithm.row.ess_scaling else 1.0
+    assert metrics["ess/ratio"] == pytest.approx(policy.ess(), rel=1e-5) and metrics["ess/ratio"] < 0.95
+    assert metrics["lr/effective"] / config.optimizer.lr == pytest.approx(scale)
+
+
+def test_every_row_is_held_to_an_oracle() -> None:
+    """A method is one row and one entry of ``OBJECTIVES``, or a case of its own where norms make the baseline."""
+    held = {case.algorithm.get("method", "vcpo") for case in CASES.values()}
+    assert set(METHODS) == held
+    assert {name for name, row in METHODS.items() if not row.needs_norms} == set(OBJECTIVES)
+
+
+def test_right_or_wrong_answers_share_a_product(models: dict[tuple[str, bool], Path]) -> None:
+    """The cases above take the path of shared rewards: in a pack of four, two ratios at most."""
+    from vcpo_megatron.learner.score_state import Coefficients
+    from vcpo_megatron.learner.weight_gradients import by_ratio
+
+    for group in make_batch(models["qwen2", False], right_or_wrong=True).groups:
+        rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
+        weights = torch.tensor([0.5, 1.7, 2.0, 8.0], dtype=torch.float64)
+        classes = by_ratio(Coefficients(weights * (rewards - rewards.mean()), weights))
+        assert classes is not None and len(classes) <= 2
 
 
 def test_the_far_batch_closes_clips(models: dict[tuple[str, bool], Path]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from vcpo_megatron.rollout import client as client_module
 from vcpo_megatron.rollout.client import ServerClient, ServerError, ServerUnavailable, UnsupportedServer
 from vcpo_megatron.rollout.protocol import ProtocolError, SamplingParams
 
@@ -63,6 +64,7 @@ def test_calls_reach_their_endpoints_with_their_bodies() -> None:
 
     async def scenario(client: ServerClient) -> None:
         await client.pause("in_place")
+        await client.pause("retract")
         await client.begin_weight_update()
         await client.update_weights_from_tensor(b"QQ==", "2.7")
         await client.end_weight_update()
@@ -76,6 +78,8 @@ def test_calls_reach_their_endpoints_with_their_bodies() -> None:
     bucket = {"serialized_named_tensors": ["QQ=="], "load_format": None, "flush_cache": False, "weight_version": "2.7"}
     assert seen == [
         ("POST", "/pause_generation", {"mode": "in_place"}),
+        ("POST", "/pause_generation", {"mode": "retract"}),
+        ("POST", "/flush_cache", {}),
         ("POST", "/begin_weight_update", {}),
         ("POST", "/update_weights_from_tensor", bucket),
         ("POST", "/end_weight_update", {}),
@@ -173,6 +177,38 @@ def test_a_server_that_hangs_up_or_is_not_there() -> None:
             await nobody.close()
 
     against(handle, scenario)
+
+
+def test_a_pause_flushes_the_cache_as_soon_as_it_can() -> None:
+    seen: list[str] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        seen.append(request.path)
+        busy = request.path == "/flush_cache" and seen.count("/flush_cache") < 3
+        return web.Response(status=400 if busy else 200, text="busy")
+
+    against(handle, lambda client: client.pause("abort"))
+    assert seen == ["/pause_generation", "/flush_cache", "/flush_cache", "/flush_cache"]
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang closes connections that were idle for 5 s; a request that crosses the close is lost."""
+    assert client_module.IDLE_CONNECTION_S < 5
+    monkeypatch.setattr(client_module, "IDLE_CONNECTION_S", 0.2)
+    ports: list[int] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        ports.append(request.transport.get_extra_info("peername")[1])
+        return web.json_response({})
+
+    async def scenario(client: ServerClient) -> None:
+        for pause_s in (0.0, 0.0, 0.6):
+            await asyncio.sleep(pause_s)
+            await client.resume()
+
+    against(handle, scenario)
+    assert ports[0] == ports[1] != ports[2]
 
 
 # --- versions of servers ------------------------------------------------------------------------

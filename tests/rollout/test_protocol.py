@@ -216,6 +216,10 @@ def test_batch_replies_are_counted() -> None:
 def test_scores_are_read() -> None:
     reply = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-1.5, 6, None], [-2.5, 7, None]]}}
     assert protocol.parse_score(reply, [5, 6, 7]) == [-1.5, -2.5]
+    clipped = {"meta_info": {"input_token_logprobs": [[None, 0, None], [-1.5, 0, None], [-2.5, 7, None]]}}
+    assert protocol.parse_score(clipped, [9, 9, 7], vocab_size=10) == [-1.5, -2.5]  # SGLang echoes the last id as 0
+    with pytest.raises(ProtocolError, match="expected"):
+        protocol.parse_score(clipped, [9, 8, 7], vocab_size=10)
     with pytest.raises(ProtocolError, match="expected 2"):
         protocol.parse_score(reply, [5, 6])
     with pytest.raises(ProtocolError, match="expected"):

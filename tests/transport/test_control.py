@@ -108,6 +108,8 @@ MESSAGES: list[Any] = [
     BatchReady(BATCH),
     BatchReady(ROUTED),
     BatchReady(Batch(0, ())),
+    control.LeaveStep(7),
+    control.StepLeft(7),
     StepDone(
         StepResult(
             step=17,

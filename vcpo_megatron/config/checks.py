@@ -116,6 +116,11 @@ def _experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"parallel.expert_tensor = {parallel.expert_tensor}: does not divide the {experts.ffn_hidden_size} units "
             f"of an expert of {path}"
         )
+    if experts.shared_ffn_hidden_size % parallel.tensor:
+        yield (
+            f"parallel.tensor = {parallel.tensor}: does not divide the {experts.shared_ffn_hidden_size} units of the "
+            f"shared expert of {path}"
+        )
     if parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
         yield (
             f"parallel.expert_tensor = {parallel.expert_tensor}: must be parallel.tensor = {parallel.tensor} where "
@@ -320,6 +325,7 @@ def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         ("tensor", shape.num_attention_heads, "attention heads"),
         ("tensor", shape.num_key_value_heads, "key-value heads"),
         ("tensor", shape.ffn_hidden_size, "units of the MLP"),
+        *(("tensor", rows, "rows of a latent projection") for rows in (shape.latent.cut_rows if shape.latent else ())),
         ("pipeline", shape.num_layers, "layers"),
     ):
         if size % (ways := getattr(parallel, name)):

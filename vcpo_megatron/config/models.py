@@ -9,11 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from .methods import METHODS, Method
+
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[tuple(METHODS)]  # a new row is a new value, with nothing to repeat here
 
 
 class Section(BaseModel):
@@ -61,10 +66,7 @@ class AlgorithmConfig(Section):
     """The method and its parts; method.md explains them. A key without a default takes the value of the method's row
     in ``config/methods.py``."""
 
-    method: Literal[
-        "vcpo", "vcpo_ess_only", "vcpo_opob_only", "reinforce", "rloo", "grpo", "dr_grpo", "ppo_clip", "decoupled_ppo",
-        "gspo", "tis_token", "tis_sequence", "mis", "icepop", "m2po", "cispo", "p3o", "mu_grpo", "asymmetric",
-    ] = Field("vcpo", description="row that gives the other keys their defaults")  # fmt: skip
+    method: MethodName = Field("vcpo", description="row that gives the other keys their defaults")
     baseline: Literal["opob", "opob_leave_one_out", "group_mean", "leave_one_out", "zero"] | None = Field(
         None, description="what is subtracted from a reward: opob is VCPO's variance-optimal baseline"
     )
@@ -254,6 +256,9 @@ class CheckpointConfig(Section):
         True, description="groups in flight go on with what they have when a run is resumed, else they are sampled anew"
     )
     keep_best: bool = Field(True, description="keep the checkpoint of the highest held-out accuracy, too")
+    export_hf_every: int = Field(
+        0, ge=0, description="steps between Hugging Face folders in exports/, kept as checkpoints are; 0: none"
+    )
 
 
 class LaunchConfig(Section):
@@ -263,6 +268,10 @@ class LaunchConfig(Section):
     master_port: int = Field(0, ge=0, le=65535, description="rendezvous of the learner ranks; 0: any free")
     control_port: int = Field(0, ge=0, le=65535, description="orchestrator's control socket; 0: any free")
     timeout_s: float = Field(300.0, gt=0, description="deadline of every wait between processes")
+    grace_s: float = Field(
+        30.0, gt=0, description="after a signal or --max-hours: half of it is the step's in progress, which is left in "
+        "its middle when it needs longer, the rest the checkpoint's"
+    )
 
 
 class ObservabilityConfig(Section):

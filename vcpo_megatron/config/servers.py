@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 from .models import RunConfig
 
+#: The SGLang that the tests run with.
+TESTED_SGLANG = "0.5.23"
 #: Flags that the run sets itself, or that would break what it relies on -> why they are refused in ``rollout.args``.
 _OWN = "the run sets it itself"
 _RESERVED: dict[str, str] = {
@@ -63,7 +65,7 @@ def _joined(config: RunConfig) -> Iterator[str]:
         except ValueError:
             fits = False
         if not fits:
-            yield f"rollout.addresses: {address!r} is not http://HOST:PORT"
+            yield f"rollout.addresses = {list(rollout.addresses)}: {address!r} is not http://HOST:PORT"
     if len(set(rollout.addresses)) < len(rollout.addresses):
         yield f"rollout.addresses = {list(rollout.addresses)}: a server is named twice"
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from ..algorithm.advantages import GroupScale
 from ..config.models import RunConfig
@@ -38,6 +39,24 @@ class StepPlan:
         equal = config.parallel.expert_dispatcher == "allgather" and parallel.spread_size > 1
         packer = _Packer(parallel, config.train.max_pack_tokens, device, equal, version)
         return cls(packer.packs([silent]), packer.packs(speaking))
+
+
+def packing_for(alone: Sequence[str], config: RunConfig, parallel: Parallel) -> RunConfig:
+    """``config``, or one trajectory a micro-batch where any rank has parameters ``alone`` that need it.
+
+    Collective: all ranks pack alike. The log says so.
+    """
+    everywhere: list[list[str]] = [[] for _ in range(parallel.world_size)]
+    dist.all_gather_object(everywhere, list(alone), group=parallel.command_group)
+    names = sorted({name for some in everywhere for name in some})
+    if not names:
+        return config
+    if parallel.rank == 0:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        print(f"packing: one trajectory a micro-batch, since the gradients of {', '.join(names[:3])}{more} cannot be "
+              "separated in a pack", flush=True)  # fmt: skip
+    one_row = config.train.model_copy(update={"max_pack_tokens": 1})  # a longer row gets a pack of its own
+    return config.model_copy(update={"train": one_row})
 
 
 @dataclass(frozen=True)

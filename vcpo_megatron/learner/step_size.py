@@ -6,7 +6,6 @@ import statistics
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from ..algorithm import importance
 from ..algorithm.ess import ess_ratio, step_scale
@@ -49,12 +48,3 @@ def batch_ess_ratio(log_ratio: torch.Tensor, weights: str, threshold: float) -> 
     if weights == "truncated":
         log_ratio = importance.truncated_log_weights(log_ratio, threshold)
     return ess_ratio(log_ratio)
-
-
-def agreed(learning_rate: float, group: dist.ProcessGroup) -> float:
-    """Assert that all ranks of ``group`` are about to step by the same learning rate."""
-    pair = torch.tensor([learning_rate, -learning_rate], dtype=torch.float64)
-    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
-    if pair[0] != learning_rate or pair[1] != -learning_rate:
-        raise RuntimeError(f"learning rates differ between ranks: {-pair[1].item()} to {pair[0].item()}")
-    return learning_rate

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .model import global_name
+from .model import named_weights
 from .parallel import Parallel
 from .training import Trainable
 
 
 @dataclass(frozen=True)
 class _Held:
-    """What one rank holds: its coordinates, and the shape of each of its parameters."""
+    """What one rank holds: its coordinates, and shape and dtype of each of its parameters."""
 
     rank: int
     data_rank: int
     tensor_rank: int
     expert_tensor_rank: int
-    parameters: dict[str, tuple[int, ...]]
+    parameters: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class WeightGatherer:
@@ -35,10 +35,10 @@ class WeightGatherer:
     def __init__(self, trainable: Trainable, parallel: Parallel) -> None:
         self._trainable = trainable
         self._parallel = parallel
-        self._own = {global_name(c, n): p for c in trainable.chunks for n, p in c.named_parameters()}
+        self._own = {name: tensor for chunk in trainable.chunks for name, tensor in named_weights(chunk).items()}
         mine = _Held(
             parallel.rank, parallel.data_rank, parallel.tensor_rank, parallel.expert_tensor_rank,
-            {name: tuple(parameter.shape) for name, parameter in self._own.items()},
+            {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._own.items()},
         )  # fmt: skip
         everyone: list[_Held] = [mine] * parallel.world_size
         dist.all_gather_object(everyone, mine, group=parallel.command_group)
@@ -57,25 +57,35 @@ class WeightGatherer:
         return holders if family.partition_dim(name) is not None else holders[:1]
 
     def gather(
-        self, value: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.data
+        self, value: Callable[[torch.nn.Parameter], torch.Tensor] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, CPU tensor) on rank 0, in the order of the forward pass; nothing elsewhere.
 
-        ``value`` picks what is gathered: the parameter, or its gradient. Every rank must run the
-        iterator to its end.
+        ``value`` picks what is gathered in place of everything that is stored: something of each parameter, all of
+        one dtype, such as its gradient. Every rank must run the iterator to its end.
         """
         for name, holders in self._plan:
+            if value is not None and self._trainable.family.place(name).row.float32:
+                continue  # no parameter
             if self._parallel.rank == 0:
                 parts = [self._fetch(holder, name, value) for holder in holders]
                 yield from self._trainable.family.to_hf(name, parts, self._trainable.shape)
             elif self._parallel.rank in {holder.rank for holder in holders}:
-                shard = value(self._own[name]).detach().to("cpu").contiguous()
+                shard = self._picked(name, value).contiguous()
                 dist.send(shard, 0, group=self._parallel.command_group)
 
-    def _fetch(self, holder: _Held, name: str, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> torch.Tensor:
+    def _picked(self, name: str, value: Callable[[torch.nn.Parameter], torch.Tensor] | None) -> torch.Tensor:
+        own = self._own[name]
+        return (own.data if value is None else value(own)).detach().to("cpu")  # type: ignore[arg-type]
+
+    def _fetch(
+        self, holder: _Held, name: str, value: Callable[[torch.nn.Parameter], torch.Tensor] | None
+    ) -> torch.Tensor:
         if holder.rank == 0:
-            return value(self._own[name]).detach().to("cpu")
-        dtype = value(next(iter(self._own.values()))).dtype
-        received = torch.empty(holder.parameters[name], dtype=dtype)
+            return self._picked(name, value)
+        shape, dtype = holder.parameters[name]
+        if value is not None:
+            dtype = self._picked(next(iter(self._own)), value).dtype
+        received = torch.empty(shape, dtype=dtype)
         dist.recv(received, holder.rank, group=self._parallel.command_group)
         return received

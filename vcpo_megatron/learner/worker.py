@@ -32,10 +32,12 @@ from ..transport.control import (
     Error,
     Heartbeat,
     Hello,
+    LeaveStep,
     Message,
     Probe,
     ProbeResult,
     StepDone,
+    StepLeft,
     Stop,
     SyncDone,
     WeightsReady,
@@ -43,8 +45,9 @@ from ..transport.control import (
     encode,
 )
 from ..transport.weights import buckets, serialize_bucket
-from ..types import PolicyVersion
+from ..types import Batch, PolicyVersion
 from .checkpoint import Checkpoints
+from .exporting import Exports
 from .parallel import Parallel, initialize
 from .scoring import score_tokens
 from .step import VcpoStep
@@ -71,11 +74,12 @@ class Worker:
         initial = context.resume_step is None or config.algorithm.kl_reference == "initial"
         trainable = build_trainable(config, self._parallel, load=initial)
         self._trainable = trainable
-        self._step = VcpoStep(config, self._parallel, trainable)
+        self._step = VcpoStep(config, self._parallel, trainable, leave_asked=self._leave_asked)
         self._checkpoints = Checkpoints(config, context.directory, self._parallel, trainable)
         if context.resume_step is not None:
             self._step.ess_state = self._checkpoints.load(context.resume_step)
         self._gatherer = WeightGatherer(trainable, self._parallel)
+        self._exports = Exports(config, context.directory, self._parallel, trainable, self._gatherer)
         self._inbox: deque[Message] = deque()
         self._heard = time.monotonic()
         self._published: PolicyVersion | None = None
@@ -90,10 +94,7 @@ class Worker:
             match self._next_command():
                 case BatchReady(batch):
                     self._now(f"trains step {batch.step}")
-                    result = self._step.run(batch, PolicyVersion(self._version.attempt, self._version.number + 1))
-                    self._version = result.version
-                    self._say(StepDone(result))
-                    self._publish_weights()
+                    self._train(batch)
                 case Checkpoint(step, state):
                     self._now(f"copies its state for checkpoint {step}")
                     self._look_after_checkpoint(wait=True)
@@ -104,12 +105,33 @@ class Worker:
                 case Stop():
                     self._look_after_checkpoint(wait=True)
                     return
-                case Heartbeat():
+                case Heartbeat() | LeaveStep():  # to leave a step that is done
                     pass
                 case Error(_, message):
                     raise ControlError(f"{ENDED_BY_ORCHESTRATOR}{message}")
                 case other:
                     raise ControlError(f"the learner cannot serve {type(other).__name__}")
+
+    def _train(self, batch: Batch) -> None:
+        result = self._step.run(batch, PolicyVersion(self._version.attempt, self._version.number + 1))
+        if result is None:
+            return self._say(StepLeft(batch.step))
+        self._version = result.version
+        self._say(StepDone(result))
+        self._publish_weights()
+        if self._exports.is_due(self._version.number):
+            self._now(f"exports the policy of step {self._version.number}")
+            self._exports.write(self._version.number)
+
+    def _leave_asked(self) -> bool:
+        """Rank 0, in the middle of a step: whether it is to be left. Other messages wait in the inbox."""
+        assert self._control is not None
+        while (message := self._control.receive(0.0)) is not None:
+            self._heard = time.monotonic()
+            if not self._note_sync(message):
+                self._inbox.append(message)
+        asked = [message for message in self._inbox if isinstance(message, LeaveStep)]
+        return any(message.step == self._version.number for message in asked)
 
     def _look_after_checkpoint(self, *, wait: bool = False) -> None:
         """Complete the checkpoint that is being written when every rank has written its part."""

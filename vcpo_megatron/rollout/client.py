@@ -6,22 +6,29 @@ request has a deadline, and every failure names the server, the endpoint and the
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
 import math
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
+from ..config.servers import TESTED_SGLANG
 from . import protocol
+from .back_off import BackOff
 from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
 from .routing import RoutingShape
 
 #: Establishing a TCP connection is quick or hopeless; it does not get the whole request timeout.
 CONNECT_TIMEOUT_S = 10.0
+#: A connection that was idle for so long is not used again: SGLang closes it after 5 s, and a request that is on its
+#: way just then is lost.
+IDLE_CONNECTION_S = 2.0
 #: A question about the server itself is answered at once by one that works.
 STATUS_TIMEOUT_S = 10.0
 
@@ -106,7 +113,7 @@ class ServerClient:
         """Log-probs [L-1] of ``tokens[t]`` given ``tokens[:t]``, t = 1..L-1, at temperature 1."""
         self._check_prompt(tokens, SamplingParams())
         reply = await self._post(protocol.GENERATE, protocol.score_body(tokens))
-        return self._parsed(protocol.GENERATE, protocol.parse_score, reply, tokens)
+        return self._parsed(protocol.GENERATE, protocol.parse_score, reply, tokens, self.vocab_size)
 
     async def abort(self, rid: str | None = None) -> None:
         """Ends request ``rid`` (None: every request) with what it has sampled."""
@@ -115,7 +122,24 @@ class ServerClient:
     # ------------------------------------------------------------ control
 
     async def pause(self, mode: PauseMode) -> None:
+        """Pause, and forget what the weights that leave have read, but for the answers that ``in_place`` continues.
+
+        Without that, a retracted answer would be computed again on top of a cached prefix of the old weights.
+        """
         await self._post(protocol.PAUSE_GENERATION, protocol.pause_body(mode))
+        if mode != "in_place":
+            await self._flush_when_idle()
+
+    async def _flush_when_idle(self) -> None:
+        """The server refuses while the last of its batches is still on its way out."""
+        deadline, again = time.monotonic() + self.timeout_s, BackOff(0.01, 1.0)
+        while True:
+            try:
+                return await self.flush_cache()
+            except ServerError as error:
+                if error.status != 400 or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(again.wait())
 
     async def resume(self) -> None:
         await self._post(protocol.CONTINUE_GENERATION, {})
@@ -199,7 +223,7 @@ class ServerClient:
         except ProtocolError as error:
             raise UnsupportedServer(
                 f"{await self._described()} does not answer what training needs (tested with SGLang "
-                f"{protocol.TESTED_SGLANG}): {error}"
+                f"{TESTED_SGLANG}): {error}"
             ) from error
 
     async def _described(self) -> str:
@@ -247,7 +271,7 @@ class ServerClient:
         if self._session is None:
             # No limit on connections: concurrency is bounded by whoever admits requests.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
             )
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         headers = {"Content-Type": "application/json"} if data is not None else None

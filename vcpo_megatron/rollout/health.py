@@ -13,28 +13,6 @@ from .protocol import ProtocolError
 FAILURES = 2
 
 
-class BackOff:
-    """Times between tries: ``first_s``, then twice as long each time, at most ``most_s``."""
-
-    def __init__(self, first_s: float, most_s: float) -> None:
-        self._first_s, self._most_s = first_s, most_s
-        self._next_s = first_s
-        self._due = 0.0
-
-    @property
-    def due(self) -> bool:
-        return time.monotonic() >= self._due
-
-    def wait(self) -> None:
-        """The next try is due after the next pause."""
-        self._due = time.monotonic() + self._next_s
-        self._next_s = min(2 * self._next_s, self._most_s)
-
-    def reset(self) -> None:
-        """The next try is due now, and the pause after it is the first again."""
-        self._due, self._next_s = 0.0, self._first_s
-
-
 @dataclass(eq=False)
 class Health:
     """What is known of one server. Times in seconds; ``quiet_since`` is when it last answered anything."""

@@ -89,15 +89,16 @@ class Lease:
         timeout_s = self.fleet.options.takeover_timeout_s
 
         def serving() -> Server | None:
-            if self.server.serving:
-                return None if self.server.updating else self.server
-            others = [s for s in self.among if s.version is not None and s.version.number >= self.version]
-            return min(others, key=lambda s: s.order) if others else None
+            own = self.server.serving
+            servers = [self.server] if own else self.among
+            ready = [
+                s for s in servers
+                if s.version is not None and (own or s.version.number >= self.version) and not s.updating
+            ]  # fmt: skip
+            return min(ready, key=lambda s: s.order) if ready else None
 
         try:
             server = await self.fleet.changes.until(serving, timeout_s)
-            while server.updating:  # a lease that moved may find that as well
-                server = await self.fleet.changes.until(serving, timeout_s)
         except TimeoutError:
             reason = f"no rollout server took over from {self.server.name} within {timeout_s:g} s"
             raise ServerUnavailable(self.server.client.base_url, GENERATE, reason) from None

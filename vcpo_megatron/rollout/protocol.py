@@ -38,8 +38,6 @@ PauseMode = Literal["abort", "retract", "in_place"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
 FINISH_REASONS = ("stop", "length", "abort")
 
-#: The SGLang that the tests run with.
-TESTED_SGLANG = "0.5.23"
 #: SGLang's --sampling-mask-max-tokens, by default.
 MAX_TOP_K = 4096
 #: A log-prob may exceed 0 by so much.
@@ -290,12 +288,24 @@ def parse_generate_batch(
     return [parse_generate(item, vocab_size, sampling) for item, sampling in zip(reply, samplings, strict=True)]
 
 
-def parse_score(reply: object, tokens: Sequence[int]) -> list[float]:
-    """Log-probs [L-1] of ``tokens[1:]`` from the answer to ``score_body``."""
+def parse_score(reply: object, tokens: Sequence[int], vocab_size: int | None = None) -> list[float]:
+    """Log-probs [L-1] of ``tokens[1:]`` from the answer to ``score_body``.
+
+    SGLang echoes the last id of the vocabulary as 0, beside the right log-prob.
+    """
     entries = _field(_field(reply, "meta_info", "generate reply"), "input_token_logprobs", "meta_info")
     if not isinstance(entries, list) or len(entries) != len(tokens):
         raise ProtocolError(f"input_token_logprobs: expected {len(tokens)} entries")
-    return list(_logprobs(entries[1:], tokens[1:], "input_token_logprobs"))
+    echoed = [
+        0 if vocab_size is not None and token == vocab_size - 1 and _echo(entry) == 0 else token
+        for token, entry in zip(tokens, entries, strict=True)
+    ]
+    return list(_logprobs(entries[1:], echoed[1:], "input_token_logprobs"))
+
+
+def _echo(entry: object) -> object:
+    """The token of [logprob, token, text]."""
+    return entry[1] if isinstance(entry, Sequence) and len(entry) > 1 else None
 
 
 def parse_success(reply: object) -> str:

@@ -7,12 +7,16 @@ a server that lacks what training needs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 #: Tokens of its context that SGLang never fills: an answer ends so many tokens before.
 _UNUSED = 2
+#: Set unless the run's own environment does: after a crash SGLang would spend 65 s on dumps before its process ends,
+#: which the fleet waits for.
+_NO_DUMPS = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
 #: Tokens of the key-value cache on CPUs, at most: SGLang would take a share of the machine's memory.
 _MAX_CPU_TOKENS = 65536
 
@@ -42,8 +46,10 @@ class SglangServer:
             "--dtype", self.dtype,
             "--context-length", str(self.context_length + _UNUSED),
             "--max-running-requests", str(self.max_running_requests),
-            # The warm-up sends a sentence as text: a tokenizer that knows none of it makes an empty prompt, which
-            # kills the server. The fleet asks for a token by its id before anything else does.
+            # Token ids in, token ids out. With a tokenizer, its end-of-text token would end answers too, beside those
+            # of the model's configuration that the learner knows of.
+            "--skip-tokenizer-init",
+            # The fleet asks for a token, by its id, before anything else does.
             "--skip-server-warmup",
         ]  # fmt: skip
         command += self._on_gpus() if self.devices else self._on_cpus()
@@ -54,8 +60,10 @@ class SglangServer:
         variables = {
             "CUDA_VISIBLE_DEVICES": ",".join(self.devices),
             "HF_HUB_OFFLINE": "1",
+            "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",  # the client closes idle connections, the server never before it
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the tokens that stay unused
         }
+        variables |= {name: value for name, value in _NO_DUMPS.items() if name not in os.environ}
         if not self.devices:
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
         return variables

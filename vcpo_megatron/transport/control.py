@@ -5,7 +5,8 @@
         <-- WeightsReady after the start and after every step, followed by its buckets
         --> SyncDone     the weights were taken over; the next ones may come
         --> Probe        <-- ProbeResult
-        --> BatchReady   <-- StepDone
+        --> BatchReady   <-- StepDone, or StepLeft
+        --> LeaveStep    asks for StepLeft; StepDone comes all the same when the step is too far
         --> Checkpoint   <-- CheckpointDone
         --> Stop         the learner ends with exit code 0
         <-> Error        the run ends; <-> Heartbeat
@@ -84,6 +85,20 @@ class StepDone:
 
 
 @dataclass(frozen=True)
+class LeaveStep:
+    """Asks to leave ``step`` without its optimizer step. It may be done already: StepDone is then the answer."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class StepLeft:
+    """``step`` was left: parameters and optimizer are as before it."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Asks for a checkpoint of the current parameters as ``step``; ``state`` goes into its manifest."""
 
@@ -119,8 +134,8 @@ class Heartbeat:
 
 
 Message = (
-    Hello | WeightsReady | SyncDone | Probe | ProbeResult | BatchReady | StepDone | Checkpoint | CheckpointDone
-    | Stop | Error | Heartbeat
+    Hello | WeightsReady | SyncDone | Probe | ProbeResult | BatchReady | StepDone | LeaveStep | StepLeft | Checkpoint
+    | CheckpointDone | Stop | Error | Heartbeat
 )  # fmt: skip
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 

@@ -21,6 +21,7 @@ _KEYS = {
     "rid", "input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "stream",
     "return_routed_experts",
     "extra_key",  # keeps caches of prefixes apart, of which this engine has none
+    "return_sampling_mask",  # comes with what is refused by name, below
 }  # fmt: skip
 
 
