@@ -183,6 +183,9 @@ class RolloutConfig(Section):
         description="requests in flight at a weight update: their cache is computed anew by the new weights, kept, or "
         "they are aborted and sent again with the tokens they have",
     )
+    routing_replay: bool = Field(
+        False, description="the learner's routers send tokens to the experts that the server had chosen"
+    )
     max_restarts: int = Field(0, ge=0, description="restarts of a server that died, before its death ends the run")
     on_failure: Literal["drop", "resample"] = Field(
         "drop", description="a failed trajectory ends its group, or another sample takes its place"

@@ -176,7 +176,12 @@ class Trainer:
         keep = () if best is None or not self._config.checkpoint.keep_best else (best,)
         await asyncio.to_thread(self._directory.prune, self._config.checkpoint.keep_last, keep)
         steps = await asyncio.to_thread(self._directory.complete_steps)
+        if not steps:
+            return
+        oldest = steps[-self._config.checkpoint.keep_last :][0]  # groups that ended before it never come back
+        if self._config.rollout.routing_replay:
+            await self._recorder.write(lambda store: store.prune_routing(oldest))
         rollouts = self._config.checkpoint.keep_rollouts
-        if rollouts is not None and steps:
-            before = min(steps[-self._config.checkpoint.keep_last :][0], self.version - rollouts)
+        if rollouts is not None:
+            before = min(oldest, self.version - rollouts)
             await self._recorder.write(lambda store: store.prune_samples(before))
