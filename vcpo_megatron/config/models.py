@@ -136,6 +136,12 @@ class RolloutConfig(Section):
     )
     max_running_requests: int = Field(128, gt=0, description="sequences that a server decodes together")
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+    sync: Literal["auto", "tensor", "distributed", "disk"] = Field(
+        "auto", description="how weights reach the servers; auto: distributed where the learner has GPUs, else tensor"
+    )
+    sync_wave: int = Field(1, ge=1, description="servers that are updated, hence paused, at a time")
+    verify_sync: bool = Field(False, description="compare checksums of what a server holds after every update")
+    bucket_bytes: int = Field(256 << 20, ge=1, description="bytes of weights that are sent at a time")
     max_restarts: int = Field(0, ge=0)
     on_failure: Literal["drop", "resample"] = Field(
         "drop", description="a failed trajectory ends its group, or another sample takes its place"

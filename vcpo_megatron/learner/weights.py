@@ -56,6 +56,18 @@ class WeightGatherer:
         holders = [first[part] for part in sorted(first)]
         return holders if family.partition_dim(name) is not None else holders[:1]
 
+    def shards(self) -> dict[str, torch.Tensor]:
+        """What a gather takes from this rank: its parameters by Megatron name, not copied."""
+        rank = self._parallel.rank
+        return {
+            name: self._own[name].data for name, holders in self._plan if rank in {holder.rank for holder in holders}
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """HF names and shapes in the order of ``gather``."""
+        family, shape = self._trainable.family, self._trainable.shape
+        return {hf: size for name, _ in self._plan for hf, size in family.sources(name, shape).items()}
+
     def gather(
         self, value: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.data
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -64,18 +76,25 @@ class WeightGatherer:
         ``value`` picks what is gathered: the parameter, or its gradient. Every rank must run the
         iterator to its end.
         """
-        for name, holders in self._plan:
-            if self._parallel.rank == 0:
-                parts = [self._fetch(holder, name, value) for holder in holders]
-                yield from self._trainable.family.to_hf(name, parts, self._trainable.shape)
-            elif self._parallel.rank in {holder.rank for holder in holders}:
-                shard = value(self._own[name]).detach().to("cpu").contiguous()
-                dist.send(shard, 0, group=self._parallel.command_group)
+        return self.stream(lambda name: value(self._own[name]), self._parallel.command_group)
 
-    def _fetch(self, holder: _Held, name: str, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> torch.Tensor:
+    def stream(
+        self, shard: Callable[[str], torch.Tensor], group: dist.ProcessGroup | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As ``gather``: ``shard(Megatron name)`` is this rank's part, ``group`` is gloo's over all ranks."""
+        rank = self._parallel.rank
+        for name, holders in self._plan:
+            if rank == 0:
+                parts = [self._fetch(holder, name, shard, group) for holder in holders]
+                yield from self._trainable.family.to_hf(name, parts, self._trainable.shape)
+            elif rank in {holder.rank for holder in holders}:
+                dist.send(shard(name).detach().to("cpu").contiguous(), 0, group=group)
+
+    def _fetch(
+        self, holder: _Held, name: str, shard: Callable[[str], torch.Tensor], group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
         if holder.rank == 0:
-            return value(self._own[name]).detach().to("cpu")
-        dtype = value(next(iter(self._own.values()))).dtype
-        received = torch.empty(holder.parameters[name], dtype=dtype)
-        dist.recv(received, holder.rank, group=self._parallel.command_group)
+            return shard(name).detach().to("cpu")
+        received = torch.empty(holder.parameters[name], dtype=shard(next(iter(self._own))).dtype)
+        dist.recv(received, holder.rank, group=group)
         return received
