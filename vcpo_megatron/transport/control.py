@@ -448,7 +448,7 @@ class ControlClient:
         ControlError when it is malformed.
         """
         try:
-            message = self._inbox.get(timeout=timeout_s)
+            message = self._inbox.get(block=timeout_s > 0, timeout=timeout_s)
         except queue.Empty:
             return None
         if self._malformed is not None:
