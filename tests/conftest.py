@@ -1,10 +1,12 @@
-"""Shared by all tests: one thread a process, and a model folder made without torch."""
+"""Shared by all tests: one thread a process, a guard over process-wide state, a model folder made without torch."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import resource
+import signal
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +20,61 @@ import pytest
 hypothesis.settings.register_profile("vcpo", deadline=None)
 hypothesis.settings.load_profile("vcpo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+#: Changed by pytest itself while a test runs.
+_OF_PYTEST = {"PYTEST_CURRENT_TEST"}
+_LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+_SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _OF_PYTEST}
+
+
+def _process_state() -> dict[str, Any]:
+    """What belongs to the whole process, pytest included: a test that leaves it changed breaks tests after it."""
+    umask = re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return {
+        "working directory": os.getcwd(),
+        "umask": umask and umask[1],
+        "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        **{f"limit {name}": resource.getrlimit(limit) for name, limit in _LIMITS.items()},
+        **{f"handler of signal {int(number)}": signal.getsignal(number) for number in _SIGNALS},
+        **{f"os.environ[{name!r}]": value for name, value in _environment().items()},
+    }
+
+
+def _restore(state: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    os.chdir(state["working directory"])
+    os.umask(int(state["umask"] or "022", 8))
+    signal.pthread_sigmask(signal.SIG_SETMASK, state["blocked signals"])
+    for name, limit in _LIMITS.items():
+        if resource.getrlimit(limit) != state[f"limit {name}"]:
+            resource.setrlimit(limit, state[f"limit {name}"])
+    for number in _SIGNALS:
+        if signal.getsignal(number) != (handler := state[f"handler of signal {int(number)}"]):
+            signal.signal(number, handler)
+    for name in _environment().keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+@pytest.fixture(autouse=True)
+def process_state() -> Iterator[None]:
+    """Fails a test that leaves process-wide state changed, by name, and puts it back for those after it."""
+    before, environment = _process_state(), _environment()
+    yield
+    after = _process_state()
+    if before == after:
+        return
+    changed = [
+        f"{name}: {before.get(name, 'absent')!r} before, {after.get(name, 'absent')!r} after"
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    ]
+    _restore(before, environment)
+    pytest.fail("this test, or a fixture of it, left the process changed:\n" + "\n".join(changed), pytrace=False)
+
 
 TINY_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 12, "hidden_size": 8,

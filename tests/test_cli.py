@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from vcpo_megatron import cli
+from vcpo_megatron import cli, cli_train
 from vcpo_megatron.config.load import load_config, load_resolved
 from vcpo_megatron.launch import local
 
@@ -107,9 +107,9 @@ def test_the_default_run_directory_is_named_after_the_example(toml: Path, starte
 
 def test_two_runs_in_one_second_get_two_directories(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "strftime", lambda form: "20300101-000000")
-    first = cli._new_run_directory(toml)
+    first = cli_train._new_run_directory(toml)
     first.mkdir(parents=True)
-    assert cli._new_run_directory(toml).name == "job-20300101-000000-2"
+    assert cli_train._new_run_directory(toml).name == "job-20300101-000000-2"
 
 
 def test_all_problems_are_printed_together(
@@ -294,7 +294,7 @@ def test_every_changeable_key_exists() -> None:
     from vcpo_megatron.config.models import RunConfig
 
     known = {f"{name}.{key}" for name, field in RunConfig.model_fields.items() for key in field.annotation.model_fields}
-    assert cli.CHANGEABLE_ON_RESUME <= known
+    assert cli_train.CHANGEABLE_ON_RESUME <= known
 
 
 # --- dry run ----------------------------------------------------------------------------------

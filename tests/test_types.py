@@ -67,6 +67,8 @@ def test_trajectory_derives_its_numbers_from_mask_and_spans() -> None:
     assert trajectory.num_sampled == 4
     assert trajectory.versions == ((1, 4), (2, 3), (2, 5))
     assert (trajectory.oldest_version, trajectory.newest_version) == (3, 5)  # numbers, whatever the attempt
+    sampled = {version: trajectory.sampled_by(version).nonzero()[0].tolist() for version in (3, 4, 5, 6)}
+    assert sampled == {3: [4], 4: [2, 3], 5: [6], 6: []}
     assert trajectory.info == {}
 
 

@@ -3,12 +3,13 @@
 
     tools/bench_step.py --quick                       a small model, within a minute
     tools/bench_step.py --model 60M --median 512      the whole comparison
-    tools/bench_step.py --curve 64,256,1024,4096      one group a step, over answer lengths
+    tools/bench_step.py --model 10M 60M --curve 64,256,1024,4096      one group a step, over answer lengths
+    tools/bench_step.py --rewards binary              answers are right or wrong: few rewards for many trajectories
     tools/bench_step.py --json                        one JSON object
 
 Every contender steps in turn (A B C, A B C); ratios are medians of ratios inside a round; on CPUs seconds are
-processor time. Memory is the
-high-water mark of live torch storages in a step, not RSS.
+processor time. "floor" is what a way takes at least beyond a plain step: its FLOPs and bytes at the rates of products
+and additions measured between the rounds. Memory is the high-water mark of live torch storages in a step, not RSS.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ CURVE_TOKENS = 4096
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(SHAPES), default="10M")
+    parser.add_argument("--model", choices=sorted(SHAPES), default=["10M"], nargs="+", help="one after another")
     parser.add_argument("--median", type=int, default=512, help="median answer length")
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--rewards", choices=("distinct", "binary"), default="distinct")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pack-tokens", type=int, default=4096)
     parser.add_argument("--ways", default=",".join(CONTENDERS), help="contenders; plain is always one")
@@ -48,13 +50,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def works(arguments: argparse.Namespace) -> list[Work]:
     """What is to be measured, in order."""
     if arguments.quick:
-        return [Work("1M", 64, 2, 4)]
+        return [Work("1M", 64, 2, 4, rewards=arguments.rewards)]
+    cases = [(arguments.median, arguments.groups, arguments.group_size)]
     if arguments.curve:
         lengths = [int(length) for length in arguments.curve.split(",")]
-        sizes = [max(2, min(8, CURVE_TOKENS // length)) for length in lengths]
-        pack = arguments.pack_tokens
-        return [Work(arguments.model, n, 1, size, pack) for n, size in zip(lengths, sizes, strict=True)]
-    return [Work(arguments.model, arguments.median, arguments.groups, arguments.group_size, arguments.pack_tokens)]
+        cases = [(length, 1, max(2, min(8, CURVE_TOKENS // length))) for length in lengths]
+    return [
+        Work(model, *case, arguments.pack_tokens, rewards=arguments.rewards)
+        for model in arguments.model for case in cases
+    ]  # fmt: skip
 
 
 def main(argv: list[str]) -> int:

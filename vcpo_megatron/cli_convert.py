@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .cli_parts import DONE, FAILED, Command, add_command, refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DONE, FAILED = 0, 1
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -30,12 +30,14 @@ def add_convert(commands: Any) -> None:
 
 
 def _add_import(actions: Any) -> None:
-    parser = actions.add_parser(
+    parser = add_command(
+        actions,
         "import",
+        _guarded(_import),
         help="Hugging Face folder -> Megatron distributed checkpoint",
         description="Write a Megatron distributed checkpoint, tensor by tensor. Any layout can read it; the one "
         "given finds its shards in pieces of their own. An interrupted import goes on where it was.",
-        epilog="example: vcpo convert import Qwen2.5-0.5B checkpoint --tensor 2 --pipeline 2",
+        example="vcpo convert import Qwen2.5-0.5B checkpoint --tensor 2 --pipeline 2",
     )
     parser.add_argument("source", type=Path, metavar="HF", help="Hugging Face folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="checkpoint to write; must not exist")
@@ -47,16 +49,17 @@ def _add_import(actions: Any) -> None:
         help="the vocabulary is padded to a multiple of this; as model.vocab_multiple (default: %(default)s)",
     )  # fmt: skip
     _add_quiet(parser)
-    parser.set_defaults(command=_guarded(_import))
 
 
 def _add_export(actions: Any) -> None:
-    parser = actions.add_parser(
+    parser = add_command(
+        actions,
         "export",
+        _guarded(_export),
         help="run or Megatron checkpoint -> Hugging Face folder",
         description="Write a Hugging Face folder with tokenizer, chat template and generation configuration, from an "
         "imported checkpoint, a run directory (its newest checkpoint), or RUN_DIR/checkpoints/step_N.",
-        epilog="example: vcpo convert export runs/first trained-model",
+        example="vcpo convert export runs/first trained-model",
     )
     parser.add_argument("source", type=Path, metavar="RUN_OR_CKPT", help="run directory or checkpoint")
     parser.add_argument("out", type=Path, metavar="HF_OUT", help="folder to write; must not exist")
@@ -65,17 +68,18 @@ def _add_export(actions: Any) -> None:
         "--max-shard-gb", type=float, default=5.0, metavar="GB", help="size of one file (default: %(default)s)"
     )
     _add_quiet(parser)
-    parser.set_defaults(command=_guarded(_export))
 
 
 def _add_verify(actions: Any) -> None:
-    parser = actions.add_parser(
+    parser = add_command(
+        actions,
         "verify",
+        _guarded(_verify),
         help="compare two models, name the first difference",
         description="Compare configuration, names, shapes, dtypes and values of two models bit for bit, then log-probs "
         "of prompts. Each is a Hugging Face folder, a checkpoint, a run directory, or http://HOST:PORT of a running "
         "server (whose weights cannot be read: log-probs only). Exit 1 when they differ.",
-        epilog="example: vcpo convert verify Qwen2.5-0.5B checkpoint --logprobs",
+        example="vcpo convert verify Qwen2.5-0.5B checkpoint --logprobs",
     )
     parser.add_argument("a", metavar="A", help="folder, checkpoint, run or server")
     parser.add_argument("b", metavar="B", help="folder, checkpoint, run or server")
@@ -83,7 +87,6 @@ def _add_verify(actions: Any) -> None:
     parser.add_argument("--logprobs", action="store_true", help="compare log-probs too (loads both models whole)")
     parser.add_argument("--prompts", type=Path, metavar="JSONL", help='lines {"text": ...} or {"tokens": [...]}')
     parser.add_argument("--tolerance", type=float, metavar="X", help="largest difference of a log-prob")
-    parser.set_defaults(command=_guarded(_verify))
 
 
 def _add_quiet(parser: argparse.ArgumentParser) -> None:
@@ -96,18 +99,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+def _guarded(run: Command) -> Command:
     """``run`` with the errors a user can cause as one line and exit code 1."""
 
     def guarded(args: argparse.Namespace) -> int:
-        from .config.process import ERROR_PREFIX
         from .conversion.errors import ConversionError
 
         try:
             return run(args)
         except ConversionError as error:
-            print(f"{ERROR_PREFIX}{' '.join(str(error).split())}", file=sys.stderr)
-            return FAILED
+            return refuse([str(error)], FAILED)
 
     return guarded
 

@@ -107,6 +107,15 @@ class Trajectory:
         """Number of sampled (trained) tokens."""
         return int(self.loss_mask.sum())
 
+    def sampled_by(self, version: int) -> np.ndarray:
+        """bool [L]: True where the token was sampled by the policy of number ``version``."""
+        found = np.zeros(len(self.tokens), np.bool_)
+        for turn in self.turns:
+            for span in turn.spans:
+                if span.version.number == version:
+                    found[span.start : span.end] = True
+        return found & self.loss_mask
+
     @property
     def versions(self) -> tuple[PolicyVersion, ...]:
         """Version of every span in order of position."""

@@ -9,6 +9,7 @@ import torch
 
 from vcpo_megatron.algorithm.importance import (
     log_ratios,
+    segment_max,
     segment_sum,
     token_log_ratios,
     truncated_log_weights,
@@ -23,6 +24,15 @@ def test_segment_sum_known_answer_in_any_order():
     total = segment_sum(values, mask, segment_ids, 4)
     assert total.dtype == torch.float64
     assert total.tolist() == [18.0, 0.0, 9.0, 0.0]
+
+
+def test_segment_max_known_answer_keeps_nan_in_its_segment():
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, math.nan, math.nan])
+    mask = torch.tensor([True, True, False, True, True, False])
+    largest = segment_max(values, mask, torch.tensor([2, 0, 0, 2, 1, 0]), 4)
+    assert largest.dtype == torch.float64
+    assert [largest[i].item() for i in (0, 2, 3)] == [2.0, 8.0, 0.0] and math.isnan(largest[1])
+    assert segment_max(values[:0], mask[:0], torch.zeros(0, dtype=torch.long), 0).shape == (0,)
 
 
 def test_segment_sum_ignores_values_and_ids_of_masked_tokens():

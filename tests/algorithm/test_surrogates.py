@@ -84,7 +84,20 @@ def test_cispo_never_loses_a_token() -> None:
 
 def test_p3o() -> None:
     assert token_ess(torch.tensor([1.0, 3.0]).log(), 0.0) == pytest.approx(16 / 10 / 2)
-    close(p3o(tokens([[0.5, 3.0]], statistic=0.8), advantages(2), CLIP), 0.5 * 2 + 0.2, 0.8 * 2 + 0.2)
+    # d KL / d log pi = 1 - 1/r: -1 at r = 1/2, 2/3 at r = 3, 1 - e^10 from r = e^-10 down
+    close(p3o(tokens([[0.5, 3.0]], statistic=0.8), advantages(2), CLIP), 0.5 * 2 + 0.2, 0.8 * 2 - 0.2 * 2 / 3)
+    close(p3o(tokens([[math.exp(-10)], [math.exp(-300)]], statistic=0.5), advantages(0, 0), CLIP),
+          *[-0.5 * (1 - math.exp(10))] * 2)  # fmt: skip
+
+
+def test_p3o_is_the_derivative_of_its_authors_loss() -> None:
+    """-(sg(min(r, e)) log pi A) + (1 - e) (log r + 1/r - 1), by autograd; on-policy it is the plain score function."""
+    logs = torch.linspace(-2, 2, 21, dtype=torch.float64).requires_grad_()
+    loss = -(logs.exp().clamp(max=0.6).detach() * logs * 1.5) + 0.4 * (logs + (-logs).exp() - 1)
+    (expected,) = torch.autograd.grad(loss.sum(), logs)
+    t = Tokens(logs.detach(), torch.ones(21, dtype=torch.bool), torch.zeros(21, dtype=torch.long), 1, 0.6)
+    torch.testing.assert_close(p3o(t, advantages(1.5), CLIP), -expected)
+    close(p3o(tokens([[1.0, 1.0]], statistic=1.0), advantages(-3), CLIP), -3, -3)
 
 
 def test_veto_removes_the_suffix_of_negative_answers_only() -> None:
@@ -127,6 +140,7 @@ def test_every_row_names_functions_that_exist() -> None:
 def test_rows_say_what_they_are() -> None:
     assert {name for name, row in METHODS.items() if not row.corrected} == {"reinforce", "rloo"}
     assert {name for name, row in METHODS.items() if row.needs_norms} == {"vcpo", "vcpo_opob_only"}
+    assert {name for name, row in METHODS.items() if row.whole_batch} == {"p3o"}
     assert {name for name, row in METHODS.items() if row.ess_scaling} == {"vcpo", "vcpo_ess_only"}
     linear = {"vcpo", "vcpo_ess_only", "vcpo_opob_only", "reinforce", "rloo", "tis_token", "tis_sequence", "mis",
               "icepop"}  # fmt: skip

@@ -13,14 +13,14 @@ from vcpo_megatron.learner import weight_gradients
 from vcpo_megatron.learner.score_state import Coefficients, PackScores, TokenRows, Tokens
 from vcpo_megatron.learner.weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly
 
-CPU = costs.Machine(1.0, 1.0, weight_gradients.PASS_FLOPS_CPU)
+CPU = costs.Machine(1.0, 1.0, *weight_gradients.constants(gpu=False))
 LAYERS = [(96, 160), (640, 512)]
 LENGTHS = (5, 30, 90, 600)
 
 
 def test_constants_are_those_of_the_learner() -> None:
-    assert (costs.BATCHED_TOKENS, costs.GRAM_BLOCK) == (weight_gradients.BATCHED_TOKENS, weight_gradients.GRAM_BLOCK)
-    assert costs.H100.pass_flops == weight_gradients.PASS_FLOPS_GPU
+    found = (costs.H100.pass_flops, costs.H100.batched_tokens, costs.H100.gram_block)
+    assert found == weight_gradients.constants(gpu=True)
     for layer in LAYERS:
         assert costs.crossover(*layer) == weight_gradients.crossover(*layer)
         for shared in (False, True):

@@ -10,6 +10,7 @@ import pytest
 
 from vcpo_megatron.config.checks import problems
 from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.config.servers import installed_sglang
 
 
 @pytest.fixture
@@ -115,6 +116,24 @@ BAD = [
     ([("rollout.replay", Path("/nowhere")), ("rollout.engine", "replay")],
      "rollout.replay = /nowhere", "no such folder"),
     ([("rollout.replay", Path("/")), ("rollout.engine", "replay")], "rollout.replay = /", "has no rollouts.sqlite"),
+    ([("rollout.python", Path("/p"))], "rollout.python = /p", 'only used with rollout.engine = "sglang"'),
+    ([("rollout.args", ("--x",)), ("rollout.tensor_parallel", 1)], "rollout.args = ['--x']", "only used with"),
+    ([("rollout.engine", "sglang")], 'rollout.engine = "sglang"', "needs rollout.python"),
+    ([("rollout.engine", "sglang"), ("rollout.python", Path("/nowhere"))], "rollout.python = /nowhere", "no such file"),
+    ([("rollout.engine", "sglang"), ("rollout.python", Path("/"))], "rollout.python = /", "not an executable file"),
+    ([("rollout.engine", "sglang"), ("rollout.python", Path("/bin/sh"))],
+     "rollout.python = /bin/sh", "SGLang is not installed"),
+    ([("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("staleness.lag", "exact")],
+     'rollout.engine = "sglang"', 'staleness.lag = "exact"'),
+    ([("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("rollout.args", ("--x",))],
+     "rollout.args", "run already"),
+    ([("rollout.engine", "sglang"), ("rollout.addresses", ("a:1",))], "rollout.addresses = ['a:1']", "is not http://"),
+    ([("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1/v1",))],
+     "rollout.addresses = ['http://a:1/v1']", "is not http://"),
+    ([("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:99999",))],
+     "rollout.addresses = ['http://a:99999']", "is not http://"),
+    ([("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",) * 2)],
+     "rollout.addresses = ['http://a:1', 'http://a:1']", "named twice"),
     ([("environment.data", Path("/nowhere.jsonl"))], "environment.data = /nowhere.jsonl", "no such file"),
     ([("environment.heldout", Path("/"))], "environment.heldout = /", "not a file"),
     ([("launch.control_port", 5000), ("launch.master_port", 5000)],
@@ -228,3 +247,36 @@ def test_policies_of_generation_need_a_run_that_generates(
     (exact,) = problems(make(policy, ("staleness.lag", "exact")))
     assert exact.startswith(policy[0]) and "fixes its batches" in exact
     assert any("trains on what was recorded" in line for line in problems(make(policy, ("rollout.engine", "replay"))))
+
+
+@pytest.fixture
+def rollout_python(tmp_path: Path) -> Path:
+    """What a rollout environment looks like from outside: an interpreter, and SGLang's metadata beside it."""
+    site = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
+    (site / "sglang-0.5.23.dist-info").mkdir(parents=True)
+    python = tmp_path / "env" / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to("/bin/sh")
+    return python
+
+
+def test_a_rollout_environment_is_known_by_its_metadata(make: Callable[..., RunConfig], rollout_python: Path) -> None:
+    assert installed_sglang(rollout_python) == "0.5.23"
+    sglang = [("rollout.engine", "sglang"), ("rollout.python", rollout_python)]
+    assert problems(make(*sglang, ("rollout.servers", 2), ("rollout.args", ("--log-level", "warning")))) == []
+    for flag in ("--port", "--tp", "--speculative-algorithm=EAGLE"):
+        (problem,) = problems(make(*sglang, ("rollout.args", (flag, "2"))))
+        assert problem.startswith(f"rollout.args: {flag.split('=')[0]} is not taken: ")
+
+
+def test_packages_that_a_pth_file_adds_count(rollout_python: Path, tmp_path: Path) -> None:
+    site = rollout_python.parent.parent / "lib" / "python3.11" / "site-packages"
+    (site / "sglang-0.5.23.dist-info").rename(tmp_path / "sglang-0.5.24.dist-info")
+    assert installed_sglang(rollout_python) is None
+    (site / "more.pth").write_text(f"import os\n/nowhere\n{tmp_path}\n")
+    assert installed_sglang(rollout_python) == "0.5.24"
+
+
+def test_joined_servers_need_no_interpreter(make: Callable[..., RunConfig]) -> None:
+    joined = make(("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:30000", "http://b:30000/")))
+    assert problems(joined) == [] and (joined.rollout.started, joined.rollout.fleet_size) == (0, 2)

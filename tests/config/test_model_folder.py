@@ -57,10 +57,9 @@ def test_llama_has_no_biases_and_defaults_follow_the_heads(make_model: Callable[
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling and rope_parameters are both given and"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": ["x"]}}, "rope_type = ['x'] is not supported"),
         ({"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers = 'x', no integer"),
-        ({"use_sliding_window": True, "layer_types": 3}, "layer_types = 3, no list"),
+        ({"use_sliding_window": True, "layer_types": 3}, "layer_types = 3, no list of full_attention or sliding"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads = '2' is not a positive integer"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
-        ({"use_sliding_window": True, "max_window_layers": 0}, "an active sliding window"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope"}}, "rope_type = 'longrope' is not supported"),
     ],
@@ -250,6 +249,33 @@ def test_a_tokenizer_of_another_model(make_model: Callable[..., Path]) -> None:
 def test_a_broken_tokenizer(model_folder: Path, content: str) -> None:
     (model_folder / "tokenizer.json").write_text(content)
     assert len(tokenizer_problems(model_folder, SHAPE)) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("\x00\x01 garbage", "cannot be read as JSON"),
+        ("[1]", "holds no JSON object"),
+        ('{"chat_template": 3}', "has a chat_template that is neither text"),
+        ('{"chat_template": [{"name": "default"}]}', "has a chat_template that is neither text"),
+        ('{"eos_token": 7}', "has eos_token = 7, which is no token"),
+        ('{"eos_token": {"id": 7, "content": ["x"]}}', "which is no token"),
+    ],
+)
+def test_a_broken_tokenizer_config(model_folder: Path, content: str, fault: str) -> None:
+    (model_folder / "tokenizer_config.json").write_text(content)
+    (problem,) = tokenizer_problems(model_folder, SHAPE)
+    assert "tokenizer_config.json" in problem and fault in problem
+
+
+def test_tokenizer_configs_of_real_models(model_folder: Path) -> None:
+    token = {"content": "<s>", "lstrip": False}
+    settings = {"bos_token": token, "pad_token": None, "eos_token": "<eos>", "add_bos_token": True}
+    for template in (None, "{{ messages }}", [{"name": "default", "template": "{{ messages }}"}]):
+        content = json.dumps({**settings, "chat_template": template})
+        (model_folder / "tokenizer_config.json").write_text(content)
+        assert tokenizer_problems(model_folder, SHAPE) == []
 
 
 def test_a_vocabulary_in_order_of_id(model_folder: Path) -> None:

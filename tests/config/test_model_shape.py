@@ -12,9 +12,12 @@ import transformers
 from transformers import PreTrainedConfig
 
 from tests.learner.families import FAMILIES as TESTED
+from vcpo_megatron.config.experts import Experts
+from vcpo_megatron.config.latent_attention import LatentAttention
 from vcpo_megatron.config.model_families import FAMILIES, model_shape, rules_for
-from vcpo_megatron.config.model_shape import Experts, ModelShape, ShapeError
+from vcpo_megatron.config.model_shape import ModelShape, ShapeError
 from vcpo_megatron.config.rope import Rope
+from vcpo_megatron.config.window import Window
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen2": transformers.Qwen2Config,
@@ -24,6 +27,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "mixtral": transformers.MixtralConfig,
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
+    "deepseek_v3": transformers.DeepseekV3Config,
 }
 
 # As published with Qwen2.5-0.5B, by transformers 4.
@@ -96,7 +100,7 @@ def test_what_transformers_writes_is_read_back(family, tmp_path):
         num_hidden_layers=3,
         hidden_size=48,
         num_attention_heads=6,
-        num_key_value_heads=2,
+        num_key_value_heads=6 if family.latent else 2,
         rms_norm_eps=1e-5,
         rope_parameters={"rope_theta": 12345.0, "rope_type": "default"},
         tie_word_embeddings=True,
@@ -105,7 +109,8 @@ def test_what_transformers_writes_is_read_back(family, tmp_path):
     config.save_pretrained(tmp_path)
     found = shape(json.loads((tmp_path / "config.json").read_text()))
     assert found.rope.theta == 12345.0 and found.norm_eps == 1e-5 and found.tie_word_embeddings
-    assert found.head_dim == (getattr(config, "head_dim", None) or 48 // 6)
+    head_dim = "qk_head_dim" if family.latent else "head_dim"
+    assert found.head_dim == (getattr(config, head_dim, None) or 48 // 6)
     assert (found.vocab_size, found.max_position_embeddings) == (config.vocab_size, config.max_position_embeddings)
 
 
@@ -144,8 +149,9 @@ def test_multi_head_attention_where_key_heads_are_not_given():
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "differs between kinds of layers"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-        ({"use_sliding_window": True, "max_window_layers": 20}, "active sliding window"),
-        ({"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, "active sliding window"),
+        ({"use_sliding_window": True, "layer_types": ["full_attention"]}, "no list of full_attention or .* 24 layers"),
+        ({"use_sliding_window": True, "layer_types": ["chunked_attention"] * 24}, "no list of full_attention or"),
+        ({"use_sliding_window": True, "layer_types": [{}] * 24}, "no list of full_attention or"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"num_key_value_heads": 4}, "num_attention_heads = 14 is not a multiple of num_key_value_heads = 4"),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -164,7 +170,9 @@ def test_what_the_network_would_not_honour_is_refused_by_name(changes, message):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"use_sliding_window": True, "max_window_layers": 24},
+        {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 24},
+        {"use_sliding_window": True, "max_window_layers": 20},  # as wide as the context
+        {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 24},
         {"use_sliding_window": True, "layer_types": ["full_attention"] * 24},
         {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
         {"use_sliding_window": False, "sliding_window": 128, "max_window_layers": 0},
@@ -211,12 +219,70 @@ def test_experts_that_cannot_be_built(changes: dict[str, Any], message: str) -> 
         shape({**QWEN3_MOE, **changes})
 
 
+#: As published with DeepSeek-V3, without its quantisation.
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3,
+    "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+}  # fmt: skip
+
+
+def test_deepseek_v3() -> None:
+    found = shape(DEEPSEEK_V3)
+    assert found.latent == LatentAttention(1536, 512, plain=128, rotary=64, value=128)
+    assert (found.head_dim, found.unused_layers, found.num_key_value_heads) == (192, 1, 128)
+    assert found.experts == Experts(
+        256, 8, 2048, 2048, True, (0, 1, 2), shared_gate=False, sigmoid=True, groups=8, top_groups=4, scale=2.5
+    )
+    assert (found.rope.attention_factor, found.rope.mscale_all_dim) == (1.0, 1.0)
+    whole = shape({**DEEPSEEK_V3, "n_group": 1, "topk_group": 1, "q_lora_rank": None})
+    assert whole.latent.query_rank is None and whole.experts.groups == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+        ({"topk_method": "greedy"}, "topk_method = 'greedy' is not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob = False is not supported"),
+        ({"rope_interleave": False}, "rope_interleave = False is not supported"),
+        ({"num_experts_per_tok": 4}, "groups are scored by their two best experts only where"),
+        ({"n_group": 7}, "topk_group = 4 of n_group = 7 groups of n_routed_experts = 256"),
+        ({"num_key_value_heads": 16}, "num_key_value_heads must be num_attention_heads"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type = 'linear' is not supported with latent"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace = -1 is no number of layers"),
+        ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        ({"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers = 'one' is no number of layers"),
+    ],
+)
+def test_deepseek_that_cannot_be_built(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        shape({**DEEPSEEK_V3, **changes})
+
+
 def test_mistral_window() -> None:
     config = {**QWEN25, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    with pytest.raises(ShapeError, match="sliding_window = 4096 below max_position_embeddings = 32768"):
-        shape({**config, "sliding_window": 4096})
+    assert shape({**config, "sliding_window": 4096}).window == Window(4096, tuple(range(24)))
     for window in (None, 32768):
-        assert shape({**config, "sliding_window": window}).num_layers == 24
+        assert shape({**config, "sliding_window": window}).window is None
+
+
+def test_qwen_windows() -> None:
+    config = {**QWEN25, "use_sliding_window": True, "sliding_window": 4096}
+    assert shape({**config, "max_window_layers": 21}).window == Window(4096, (21, 22, 23))
+    kinds = ["full_attention", "sliding_attention"] * 12
+    assert shape({**config, "layer_types": kinds}).window == Window(4096, tuple(range(1, 24, 2)))
+    assert shape({**config, "use_sliding_window": False, "layer_types": kinds}).window is None
 
 
 def test_rope_with_defaults_filled_in() -> None:
@@ -245,6 +311,11 @@ def test_one_list_of_architectures() -> None:
     for document in ("docs/status.md", "docs/conversion.md"):
         assert set(re.findall(r"`(\w+ForCausalLM)`", (root / document).read_text())) == accepted, document
     assert {kind.removesuffix("Config") + "ForCausalLM" for kind, _ in TESTED.values()} == accepted
+
+
+def test_gpt_oss_is_refused_with_the_reason():
+    with pytest.raises(ShapeError, match=r"GptOssForCausalLM is not supported \(attention sinks, and biases of"):
+        rules_for({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"})
 
 
 def test_family_choice():

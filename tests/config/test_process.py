@@ -19,6 +19,7 @@ CONTEXT = ProcessContext(
     token="0123abcd",
     control="tcp://127.0.0.1:29500",
     server_ports=(30000, 30001),
+    server_devices=("2", "3"),
 )
 
 
@@ -30,10 +31,14 @@ def test_variables_are_what_the_documentation_says() -> None:
         "VCPO_RUN_TOKEN": "0123abcd",
         "VCPO_CONTROL": "tcp://127.0.0.1:29500",
         "VCPO_SERVER_PORTS": "30000,30001",
+        "VCPO_SERVER_DEVICES": "2,3",
     }
 
 
-@pytest.mark.parametrize("changes", [{}, {"resume_step": None}, {"resume_step": 0}, {"server_ports": ()}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"resume_step": None}, {"resume_step": 0}, {"server_ports": (), "server_devices": ()}],
+)
 def test_round_trip(changes: dict) -> None:
     context = dataclasses.replace(CONTEXT, **changes)
     assert ProcessContext.from_environment(context.environment()) == context

@@ -1,8 +1,9 @@
-"""Ten crashes of one real run in exact lag, each followed by a resume: the weights at the end are those of no crash."""
+"""Ten crashes of one real run in exact lag, and a stop within a step: the weights at the end are those of no crash."""
 
 from __future__ import annotations
 
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -47,6 +48,18 @@ def after_steps(run: Run, metrics: Path, count: int) -> None:
     run.wait_for(look, 300, f"{count} further steps")
 
 
+def stop_within_a_step(run_dir: Path) -> None:
+    """Stop the run until a stop has come in the middle of a step, which has no grace; six times at most."""
+    for _ in range(6):
+        with Run(run_dir, "launch.grace_s=0.01", resume=True) as run:
+            after_steps(run, run_dir / "metrics.jsonl", 1)
+            run.signal(signal.SIGTERM)
+            assert run.wait(60) == 128 + signal.SIGTERM, run.text()
+        if "was left in its middle" in (run_dir / "logs/orchestrator.0.log").read_text():
+            return
+    pytest.fail("no stop came in the middle of a step")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_ten_crashes_give_the_weights_of_none(tmp_path: Path) -> None:
@@ -60,6 +73,7 @@ def test_ten_crashes_give_the_weights_of_none(tmp_path: Path) -> None:
             time.sleep(rng.uniform(0, 0.2))
             run.members()[("learner 0", "orchestrator 0")[crash % 2]].kill()
             assert run.wait(60) == 1
+    stop_within_a_step(tmp_path / "crashed")
     with Run(tmp_path / "crashed", resume=True) as run:
         assert run.wait(300) == 0, run.text()
     rows = [read_rows(tmp_path / name) for name in ("whole", "crashed")]

@@ -12,7 +12,8 @@ def make_tokenizer(tmp_path: Path) -> Callable[[str], Path]:
     """``make_tokenizer(characters)`` writes a one-token-a-character tokenizer.json and returns its folder."""
 
     def make(characters: str = "0123456789=") -> Path:
-        vocabulary = {character: 20 - index for index, character in enumerate(characters)}  # ids are not the digits
+        last = max(20, len(characters) - 1)  # ids are not the digits
+        vocabulary = {character: last - index for index, character in enumerate(characters)}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
         tokenizer.decoder = decoders.Fuse()

@@ -43,6 +43,19 @@ def test_learner_and_servers_share_no_gpu() -> None:
     assert [process.devices for process in plan.processes] == [(), ("3",), ("5",), ("6",), ("7",)]
 
 
+def test_a_server_of_several_gpus_has_them_for_itself() -> None:
+    sglang = {"engine": "sglang", "python": "/p", "servers": 2, "tensor_parallel": 2}
+    plan = plan_local(config(rollout=sglang), gpus=["0", "1", "2", "3", "4", "5"])
+    assert [process.devices for process in plan.processes] == [(), ("0",), ("1", "2"), ("3", "4")]
+    with pytest.raises(PlacementError, match="rollout.servers = 2 of 2 GPUs each need 5 GPUs, 4 visible"):
+        plan_local(config(rollout=sglang), gpus=["0", "1", "2", "3"])
+
+
+def test_joined_servers_are_no_processes_of_the_run() -> None:
+    plan = plan_local(config(rollout={"engine": "sglang", "addresses": ["http://a:1", "http://b:1"]}), gpus=["0"])
+    assert plan.servers == () and plan.learners[0].devices == ("0",)
+
+
 def test_too_few_gpus() -> None:
     with pytest.raises(PlacementError, match="learner_ranks = 2 and rollout.servers = 2 need 4 GPUs, 3 visible"):
         plan_local(config(launch={"learner_ranks": 2}, rollout={"servers": 2}), gpus=["0", "1", "2"])

@@ -20,6 +20,12 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
 
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+    "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 10,
+}  # fmt: skip
+
 #: name -> (configuration class of transformers, what differs from SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -31,6 +37,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied-yarn": ("Qwen2Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3": ("Qwen3Config", {"head_dim": 12}),
     "mistral": ("MistralConfig", {"head_dim": 12, "sliding_window": None}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 9}),
+    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "qwen2-moe": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 20}),
     "qwen2-moe-mixed": (
@@ -38,6 +46,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**EXPERTS, "shared_expert_intermediate_size": 20, "mlp_only_layers": [0], "norm_topk_prob": True},
     ),
     "qwen3-moe": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 12, "norm_topk_prob": True}),
+    "deepseek-moe": ("DeepseekV3Config", DEEPSEEK),
+    "deepseek-moe-yarn": (
+        "DeepseekV3Config",
+        {**DEEPSEEK, "q_lora_rank": None, "topk_group": 4, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0,
+         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}},
+    ),
     "qwen3-moe-plain": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": True}),
 }
 
@@ -50,6 +64,9 @@ def make_family(name: str, folder: Path, **save: Any) -> Path:
     model = AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():
         parameter.data.normal_(*((0.8, 0.2) if parameter.dim() == 1 else (0.0, 0.2)))
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.3)  # enough to change the choice of experts
     model.save_pretrained(folder, **save)
     return folder
 

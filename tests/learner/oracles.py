@@ -97,9 +97,9 @@ class Policy:
                 s.advantage = 0.0 if rewards.max() == rewards.min() else float((s.reward - b) / rewards.std())
         return norms
 
-    def loss(self, objective: Callable[[Sample], Tensor]) -> Tensor:
-        """- sum_i c_i sum_t J_t over trajectories of groups with variance."""
-        speaking = [g for g in self.groups() if len({s.reward for s in g}) > 1]
+    def loss(self, objective: Callable[[Sample], Tensor], *, whole_batch: bool = False) -> Tensor:
+        """- sum_i c_i sum_t J_t over trajectories of groups with variance, or of all."""
+        speaking = [g for g in self.groups() if whole_batch or len({s.reward for s in g}) > 1]
         return -torch.stack([s.coefficient * objective(s).sum() for g in speaking for s in g]).sum()
 
 
@@ -159,6 +159,15 @@ def _token_ess(samples: Sequence[Sample]) -> float:
     return float(r.sum() ** 2 / (r**2).sum() / len(r))
 
 
+def _bounded_exp(x: Tensor) -> Tensor:
+    """exp(min(x, 10)) in value; its gradient at the bound beyond it."""
+    inside = x.clamp(max=10.0).exp()
+    return inside + (x > 10).double() * math.exp(10) * (x - x.detach())
+
+
+#: methods whose loss has terms without an advantage, so that it runs over groups of equal rewards, too
+WHOLE_BATCH = {"p3o"}
+
 #: method -> (baseline, divided by std, normalisation, objective of a trajectory given all of them)
 OBJECTIVES: dict[str, tuple[str, bool, str, Callable[[Sequence[Sample]], Callable[[Sample], Tensor]]]] = {
     "reinforce": ("zero", False, "sequence_token_sum", lambda _: lambda s: s.advantage * s.logp),
@@ -178,9 +187,9 @@ OBJECTIVES: dict[str, tuple[str, bool, str, Callable[[Sequence[Sample]], Callabl
              lambda all: lambda s: torch.where((s.logp - s.mu) ** 2 <= _m2_kept(all), _ratio(s) * s.advantage, 0.0)),
     "cispo": ("group_mean", True, "token_mean",
               lambda _: lambda s: _ratio(s).detach().clamp(max=5.0) * s.advantage * s.logp),
-    "p3o": ("group_mean", True, "sequence_token_mean",
-            lambda all: lambda s: (_ratio(s).detach().clamp(max=_token_ess(all)) * s.advantage
-                                   + (1 - _token_ess(all))) * s.logp),
+    "p3o": ("group_mean", True, "token_mean",
+            lambda all: lambda s: _ratio(s).detach().clamp(max=_token_ess(all)) * s.advantage * s.logp
+            - (1 - _token_ess(all)) * (s.logp - s.mu + _bounded_exp(s.mu - s.logp) - 1)),
     "mu_grpo": ("group_mean", True, "sequence_token_mean", lambda _: _veto),
     "asymmetric": ("group_mean", True, "sequence_token_mean", lambda _: _asymmetric),
 }  # fmt: skip

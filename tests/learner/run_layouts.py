@@ -57,6 +57,38 @@ def steps_from_other_weights(cases: list[tuple[RunConfig, Any, list[Batch]]]) ->
     return outcomes
 
 
+def export_and_save(cases: list[tuple[RunConfig, str]], batch: Batch) -> list[list[str]]:
+    """For each (run, directory): a step, an export of what it made, and a checkpoint of the same; names of exports."""
+    platform.prepare()
+    from pathlib import Path
+
+    from megatron.core import parallel_state
+
+    from vcpo_megatron.config.run_directory import RunDirectory
+    from vcpo_megatron.learner.checkpoint import Checkpoints
+    from vcpo_megatron.learner.exporting import Exports
+    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.step import VcpoStep
+    from vcpo_megatron.learner.training import build_trainable
+    from vcpo_megatron.learner.weights import WeightGatherer
+
+    found = []
+    for config, run_dir in cases:
+        parallel = initialize(config)
+        trainable = build_trainable(config, parallel, load=True)
+        step, directory = VcpoStep(config, parallel, trainable), RunDirectory(Path(run_dir))
+        exports = Exports(config, directory, parallel, trainable, WeightGatherer(trainable, parallel))
+        checkpoints = Checkpoints(config, directory, parallel, trainable)
+        step.run(batch, PolicyVersion(1, 1))
+        if exports.is_due(1):
+            exports.write(1)
+        checkpoints.start(1, PolicyVersion(1, 1), step.ess_state, {})
+        checkpoints.finished(wait=True)
+        found.append(sorted(path.name for path in directory.exports.glob("*")))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
 def _complete_gradients(trainable: Any) -> None:
     """With a distributed optimizer a rank's reduced gradient is a part of the buffer: fetch the others'."""
     for wrapped in trainable.wrapped:
@@ -84,6 +116,25 @@ def load_and_continue(loading: list[RunConfig], batches: list[Batch], run_dir: s
     """Load what ``save_and_load`` saved, in each layout, and step on the second batch."""
     platform.prepare()
     return [_continue(config, batches, run_dir, resume=True) for config in loading]
+
+
+def refusals(pairs: list[tuple[RunConfig, RunConfig]], batches: list[Batch], run_dir: str) -> list[str]:
+    """What each second layout is told of the checkpoint of the first; "" where it loads it."""
+    platform.prepare()
+    from megatron.core import parallel_state
+
+    from vcpo_megatron.learner.checkpoint_errors import CheckpointError
+
+    messages = []
+    for number, (saving, loading) in enumerate(pairs):
+        _continue(saving, batches, f"{run_dir}/{number}", resume=False)
+        try:
+            _continue(loading, batches, f"{run_dir}/{number}", resume=True)
+            messages.append("")
+        except CheckpointError as error:
+            messages.append(str(error))
+            parallel_state.destroy_model_parallel()
+    return messages
 
 
 def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: bool) -> dict[str, Any]:
@@ -116,3 +167,114 @@ def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: 
     steps = trainable.schedule.num_steps
     parallel_state.destroy_model_parallel()
     return {"result": result, "parameters": parameters, "steps": steps, "random": random_numbers}
+
+
+def with_kernels(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], list[int], list[int]]:
+    """``one_step_each`` where what stands for fused kernels is believed to run; Adam's calls, products of each case."""
+    platform.runs_kernels = lambda: True
+    platform.prepare()
+    import fused_weight_gradient_mlp_cuda
+    from apex.optimizers import fused_adam
+
+    outcomes, products = [], []
+    for case in cases:
+        before = len(fused_weight_gradient_mlp_cuda.PRODUCTS)
+        outcomes += one_step_each([case])
+        products.append(len(fused_weight_gradient_mlp_cuda.PRODUCTS) - before)
+    return outcomes, fused_adam.STEPS, products
+
+
+def optimizer_in_use(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], str, bool]:
+    """``one_step_each``, the module of Megatron's Adam, and whether apex was imported."""
+    import sys
+
+    outcomes = one_step_each(cases)
+    from megatron.core.optimizer import Adam
+
+    return outcomes, Adam.__module__, sys.modules.get("apex") is not None
+
+
+class ForeignNorm(torch.nn.Module):
+    """RMSNorm's arithmetic in a class that the learner does not know."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def with_foreign_norms(cases: list[tuple[RunConfig, list[Batch]]], refused: list[RunConfig]) -> dict[str, Any]:
+    """``one_step_each`` of models with norms of an unknown class, what rank 0 said, and the layouts' refusals."""
+    import contextlib
+    import io
+
+    platform.prepare()
+    from megatron.core import parallel_state
+
+    from vcpo_megatron.learner import model
+    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.score_gradients import UnsupportedLayer
+    from vcpo_megatron.learner.step import VcpoStep
+    from vcpo_megatron.learner.training import build_trainable
+
+    model.RMSNorm = ForeignNorm
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        outcomes = one_step_each(cases)
+    messages = []
+    for config in refused:
+        parallel = initialize(config)
+        trainable = build_trainable(config, parallel, load=True)
+        try:
+            VcpoStep(config, parallel, trainable)
+            messages.append("")
+        except UnsupportedLayer as error:
+            messages.append(str(error))
+        parallel_state.destroy_model_parallel()
+    return {"outcomes": outcomes, "said": said.getvalue(), "refusals": messages}
+
+
+def leave_and_take_again(cases: list[tuple[RunConfig, int]], batches: list[Batch]) -> list[dict[str, Any]]:
+    """In each case: a step; the next one, which is asked to be left at the n-th look; that one again. And the same two
+    steps without any of that. Whether it was left, what changed by it, and both ends."""
+    platform.prepare()
+    from megatron.core import parallel_state
+
+    from vcpo_megatron.learner import leaving
+    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.step import VcpoStep
+    from vcpo_megatron.learner.training import build_trainable
+    from vcpo_megatron.learner.weights import WeightGatherer
+
+    leaving.LOOK_S = 0.0
+    outcomes = []
+    for number, (config, at) in enumerate(cases):
+        parallel = initialize(config)
+        ends, left, moved, looks = [], None, 0.0, 0
+        for leaves in (False, True):
+
+            def asked(number: int = number, at: int = at) -> bool:
+                nonlocal looks
+                looks += 1
+                return looks == at
+
+            trainable = build_trainable(config, parallel, load=True)
+            step = VcpoStep(config, parallel, trainable, leave_asked=asked if leaves else None)
+            gatherer = WeightGatherer(trainable, parallel)
+            looks = -10_000  # not in the first step
+            step.run(batches[0], PolicyVersion(2 * number + leaves, 1))
+            before = {k: v.clone() for k, v in gatherer.gather()}
+            if leaves:
+                looks = 0
+                left = step.run(batches[1], PolicyVersion(2 * number + leaves, 2)) is None
+                looks = -10_000
+                moved = max((float((v - before[k]).abs().max()) for k, v in gatherer.gather()), default=0.0)
+            result = step.run(batches[1], PolicyVersion(1000 + 2 * number + leaves, 2)) if left is not False else None
+            parameters = {k: v.clone() for k, v in gatherer.gather()}
+            ends.append({"metrics": result and dict(result.metrics), "parameters": parameters})
+        outcomes.append({"left": left, "moved": moved, "whole": ends[0], "again": ends[1]})
+        parallel_state.destroy_model_parallel()
+    return outcomes

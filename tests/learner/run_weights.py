@@ -60,6 +60,7 @@ def send_each(cases: list[RunConfig], run_dir: str) -> list[dict[str, Any]]:
     from vcpo_megatron.learner.model import build_model
     from vcpo_megatron.learner.parallel import initialize
     from vcpo_megatron.learner.sender import WeightSender
+    from vcpo_megatron.learner.weights import WeightGatherer
 
     outcomes = []
     for number, config in enumerate(cases):
@@ -68,7 +69,8 @@ def send_each(cases: list[RunConfig], run_dir: str) -> list[dict[str, Any]]:
         control = Control() if parallel.rank == 0 else None
         context = ProcessContext(Path(run_dir) / str(number), 1, None, "token", "tcp://none", ())
         trainable: Any = SimpleNamespace(chunks=chunks, family=family, shape=shape)
-        sender = WeightSender(config, context, parallel, trainable, control)  # type: ignore[arg-type]
+        gatherer = WeightGatherer(trainable, parallel)
+        sender = WeightSender(config, context, parallel, trainable, gatherer, control)  # type: ignore[arg-type]
         outcome = _versions(sender, control, chunks)
         sender.close()
         sender.check()

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.types import Batch, Group, PolicyVersion, Trajectory, Turn, VersionSpan
@@ -16,10 +24,20 @@ from vcpo_megatron.types import Batch, Group, PolicyVersion, Trajectory, Turn, V
 VOCABULARY = 30
 _CONFIGS = {
     "qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "moe": Qwen3MoeConfig, "shared": Qwen2MoeConfig,
+    "latent": DeepseekV3Config,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "moe": _EXPERTS,
+    "latent": {
+        "num_key_value_heads": 4, "head_dim": 8, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+        "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 10,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+            "mscale": 0.7, "mscale_all_dim": 0.9,
+        },
+    },
     "shared": {**_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
 }
 
@@ -29,10 +47,10 @@ def make_model_folder(
 ) -> Path:
     """A random model whose norms and biases are far from their usual 1 and 0; ``rounded``: exact in bfloat16."""
     torch.manual_seed(7)
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, **_OPTIONS.get(family, {})}
     config = _CONFIGS[family](
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=tied,
-        **_OPTIONS.get(family, {}),
+        max_position_embeddings=128, tie_word_embeddings=tied, **sizes,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():
@@ -42,6 +60,9 @@ def make_model_folder(
             parameter.data.normal_(0.0, 0.25)
         if rounded:
             parameter.data.copy_(parameter.data.bfloat16())
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.3)
     model.save_pretrained(folder)
     return folder
 
@@ -69,12 +90,14 @@ def make_config(model: Path, ranks: int, /, **sections: dict[str, Any]) -> RunCo
 
 
 def make_batch(
-    model: Path, step: int = 0, *, spread: float = 0.4, shift: float = 0.0, temperature: float = 0.9
+    model: Path, step: int = 0, *, spread: float = 0.4, shift: float = 0.0, temperature: float = 0.9,
+    right_or_wrong: bool = False,
 ) -> Batch:
     """4 groups of 4 with lengths of 3 to 30 tokens, one group without variance, observation tokens in some.
 
     Behaviour log-probs are the model's own plus noise, so that weights are moderate; ``shift`` moves
-    every log ratio of group 1 by that much (far off-policy).
+    every log ratio of group 1 by that much (far off-policy). ``right_or_wrong``: rewards 0 and 1, one right answer in
+    group 1 and two in the others.
     """
     generator = np.random.default_rng(step)
     policy = _reference(model)
@@ -95,13 +118,22 @@ def make_batch(
             if g == 1:
                 behavior[int(mask.nonzero()[0][0])] -= shift
             behavior[~mask] = 0.0
-            turn = Turn(prompt, prompt + answer, "length", (VersionSpan(prompt, prompt + answer, PolicyVersion(1, 0)),))
+            turn = Turn(prompt, prompt + answer, "length", _spans(prompt, prompt + answer, step))
             reward = 1.0 if g == 2 else float(generator.normal())
+            if right_or_wrong and g != 2:
+                reward = float(s < (1 if g == 1 else 2))
             members.append(
                 Trajectory(g, s, f"p{g}", prompt, tokens, mask, behavior.astype(np.float32), (turn,), reward)
             )
         groups.append(Group(g, f"p{g}", tuple(members)))
     return Batch(step, tuple(groups))
+
+
+def _spans(start: int, end: int, step: int) -> tuple[VersionSpan, ...]:
+    """The first third of a longer answer was sampled by an older version than that of step ``step``."""
+    old = start + (end - start) // 3
+    spans = (VersionSpan(start, old, PolicyVersion(1, step - 1)), VersionSpan(old, end, PolicyVersion(1, step)))
+    return tuple(span for span in spans if span.start < span.end)
 
 
 @dataclass
@@ -110,6 +142,7 @@ class Oracle:
 
     loss: float
     log_ratios: torch.Tensor
+    mismatch: torch.Tensor  # |log pi - log mu| of every token that the version before the step sampled
     norms: torch.Tensor
     baselines: torch.Tensor
     ess: float
@@ -125,13 +158,16 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
     names = {n: p for n, p in model.named_parameters()}
     rows = [(g, t) for g, group in enumerate(batch.groups) for t in group.trajectories]
     n = len(rows)
-    ratios, grads, scaled = [], [], []
+    ratios, grads, scaled, mismatch = [], [], [], []
     for _, t in rows:
         ids = torch.tensor(t.tokens[None].astype(np.int64))
         logp = torch.log_softmax(model(ids).logits[0] / config.rollout.temperature, -1)[:-1]
         logp = logp.gather(1, ids[0, 1:, None])[:, 0]
         mask = torch.tensor(t.loss_mask[1:])
         ratios.append((logp[mask] - torch.tensor(t.behavior_logprobs[1:]).double()[mask]).sum().item())
+        current = [turn.spans[-1].start for turn in t.turns][-1]  # no tokens after the last span of the last turn
+        apart = (logp - torch.tensor(t.behavior_logprobs[1:]).double()).abs()
+        mismatch += apart[current - 1 :][mask[current - 1 :]].tolist()
         mean = logp[mask].sum() / mask.sum() / n
         scaled.append(mean.item())
         grads.append(torch.autograd.grad(mean, list(names.values())))
@@ -165,7 +201,8 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
         decay = config.optimizer.weight_decay if parameter.dim() > 1 else 0.0
         moved = parameter.detach() * (1 - rate * decay)
         after[name] = moved - rate * g / (g.abs() + config.optimizer.eps)  # Adam's first step
-    return Oracle(loss, log_ratios, norms, baselines, ess, rate, norm, _by_expert(total), _by_expert(after))
+    apart = torch.tensor(mismatch, dtype=torch.float64)
+    return Oracle(loss, log_ratios, apart, norms, baselines, ess, rate, norm, _by_expert(total), _by_expert(after))
 
 
 def _by_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

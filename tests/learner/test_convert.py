@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from vcpo_megatron import cli
 from vcpo_megatron.conversion.errors import ConversionError
@@ -22,6 +26,8 @@ from vcpo_megatron.learner.checkpoint_files import CheckpointFiles, CheckpointWr
 from vcpo_megatron.learner.convert import Layout, export_hf, import_hf
 
 from .families import FAMILIES, make_family
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +115,33 @@ def test_an_interrupted_import_goes_on(
     imported(folders["qwen3-moe"], out)
     assert len(calls) <= 10 + len(CheckpointFiles(out)._places) - 8  # what was recorded is not written again
     assert verify(folders["qwen3-moe"], out) == 0
+
+
+def test_a_killed_import_goes_on(folders: dict[str, Path], tmp_path: Path) -> None:
+    """kill -9 in its middle: nothing under the name that was asked for, and the same command ends the work."""
+    out, source = tmp_path / "checkpoint", folders["qwen3-moe"]
+    program = f"""
+import os, signal
+from pathlib import Path
+from vcpo_megatron.learner import convert
+from vcpo_megatron.learner.checkpoint_files import CheckpointWriter
+convert.SYNC_BYTES, write, calls = 1, CheckpointWriter.write, []
+def kill_at_ten(*arguments):
+    calls.append(1)
+    if len(calls) == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(*arguments)
+CheckpointWriter.write = kill_at_ten
+convert.import_hf(Path({str(source)!r}), Path({str(out)!r}), convert.Layout(), vocab_multiple=8, progress=False)
+"""
+    killed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL and not out.exists()
+    journal = (tmp_path / "checkpoint.partial" / "conversion.journal.jsonl").read_text().splitlines()
+    recorded = [json.loads(line)["done"] for line in journal]
+    assert recorded == list(range(1, len(recorded) + 1)) and len(recorded) >= 7
+    imported(source, out)
+    assert verify(source, out) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_an_interrupted_export_goes_on(
@@ -240,6 +273,45 @@ def test_a_checkpoint_cut_short_is_refused(folders: dict[str, Path], tmp_path: P
     (checkpoint / ".metadata").write_bytes(b"cos\nsystem\n(S'false'\ntR.")  # runs nothing
     with pytest.raises(ConversionError, match="its metadata cannot be read"):
         export_hf(checkpoint, tmp_path / "back", progress=False)
+
+
+def test_layers_for_multi_token_prediction_are_named_and_left_out(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = damaged(folders["deepseek-moe"], tmp_path / "mtp", model__layers__2__eh_proj__weight=torch.ones(3, 3))
+    assert cli.main(["convert", "import", str(source), str(tmp_path / "out"), "--quiet"]) == 0
+    line = "model.layers.2.eh_proj.weight: not imported: a layer for multi-token prediction, which is not trained"
+    assert line in capsys.readouterr().out
+    beyond = damaged(folders["deepseek-moe"], tmp_path / "beyond", model__layers__3__eh_proj__weight=torch.ones(3, 3))
+    assert cli.main(["convert", "import", str(beyond), str(tmp_path / "out2"), "--quiet"]) == 1
+    assert "does not have: model.layers.3.eh_proj.weight" in capsys.readouterr().err
+
+
+def test_biases_that_choose_experts_stay_float32(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As DeepSeek stores them: bfloat16 weights, float32 biases."""
+    tensors = load_file(folders["deepseek-moe"] / "model.safetensors")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    for key, tensor in tensors.items():
+        tensors[key] = tensor if key == name else tensor.to(torch.bfloat16)
+    changes = {key.replace(".", "__"): tensor for key, tensor in tensors.items()}
+    source = damaged(folders["deepseek-moe"], tmp_path / "bf16", **changes)
+    export_hf(imported(source, tmp_path / "checkpoint"), tmp_path / "back", progress=False)
+    assert same_weights(source, tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert {k for k, v in back.items() if v.dtype == torch.float32} == {name}
+
+
+def test_stacked_experts_are_refused_by_name(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders["qwen3-moe"])
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    assert cli.main(["convert", "import", str(tmp_path / "stacked"), str(tmp_path / "out"), "--quiet"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "model.layers.0.mlp.experts.down_proj holds all experts of a layer in one tensor" in line
+    assert "save_original_format=True" in line and not (tmp_path / "out").exists()
+    model.save_pretrained(tmp_path / "again", save_original_format=True)  # the remedy
+    assert same_weights(folders["qwen3-moe"], tmp_path / "again")
 
 
 # --- held faults ------------------------------------------------------------------------------

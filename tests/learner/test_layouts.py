@@ -73,6 +73,13 @@ LAYOUTS: dict[str, Case] = {
     "moe": Case(1, family="moe"),
     "shared experts": Case(1, family="shared"),
     "shared experts tp2 sp ep2": Case(2, {**SP, "expert": 2}, "shared"),
+    "latent": Case(1, family="latent"),
+    "latent deferred selective recompute": Case(1, family="latent", sections={**DEFERRED, **SELECTIVE}),
+    "latent tp2 sp ep2": Case(2, {**SP, "expert": 2}, "latent"),
+    "latent tp2 sp etp2 full recompute": Case(2, {**SP, "expert_tensor": 2}, "latent", sections=FULL),
+    "latent pp2 two-pass": Case(2, {"pipeline": 2}, "latent", sections=TWO_PASS),
+    "latent cp2 ep2": Case(2, {"context": 2, "expert": 2}, "latent"),
+    "latent tp2 sp pp2 vpp2 ep2": Case(4, {**SP, "pipeline": 2, "virtual_pipeline": 2, "expert": 2}, "latent"),
     "moe ep2": Case(2, {"expert": 2}, "moe"),
     "moe ep2 allgather": Case(2, {"expert": 2, "expert_dispatcher": "allgather"}, "moe"),
     "moe tp2 sp ep2": Case(2, {**SP, "expert": 2}, "moe"),
@@ -131,6 +138,11 @@ def outcomes(models: dict[tuple[str, bool], Path]) -> dict[str, tuple[RunConfig,
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_step_equals_the_oracle(name: str, outcomes: dict[str, tuple[RunConfig, dict[str, Any], Oracle]]) -> None:
     _, outcome, oracle = outcomes[name]
+    assert_equals_the_oracle(outcome, oracle)
+
+
+def assert_equals_the_oracle(outcome: dict[str, Any], oracle: Oracle) -> None:
+    """Loss, log ratios, norms, baselines, ESS, learning rate, gradients and parameters after the last step."""
     result = outcome["results"][-1]
     rows, metrics = result.trajectories, result.metrics
     norms = torch.tensor([row.grad_norm for row in rows], dtype=torch.float64)
@@ -144,6 +156,9 @@ def test_step_equals_the_oracle(name: str, outcomes: dict[str, tuple[RunConfig, 
     torch.testing.assert_close(
         torch.tensor([row.baseline for row in rows], dtype=torch.float64), oracle.baselines, rtol=0, atol=2e-5
     )
+    assert metrics["mismatch/tokens"] == len(oracle.mismatch)
+    assert metrics["mismatch/mean"] == pytest.approx(float(oracle.mismatch.mean()), abs=1e-5)
+    assert metrics["mismatch/max"] == pytest.approx(float(oracle.mismatch.max()), abs=2e-5)
     assert metrics["loss"] == pytest.approx(oracle.loss, rel=2e-5)
     assert metrics["ess/ratio"] == pytest.approx(oracle.ess, rel=5e-6)
     assert metrics["lr/effective"] == pytest.approx(oracle.learning_rate, rel=5e-6)
@@ -163,6 +178,33 @@ def test_step_equals_the_oracle(name: str, outcomes: dict[str, tuple[RunConfig, 
         # Adam's first step moves by lr * sign(g): only a gradient near zero may go astray, by its noise
         difference = (parameter.double() - oracle.parameters[key]).abs()
         assert float(difference.max()) < 2e-3 and float(difference.mean()) < 3e-6, key
+
+
+FOREIGN = {
+    1: [Case(1), Case(1, family="qwen3", tied=True, sections=DEFERRED), Case(1, sections=TWO_PASS),
+        Case(1, sections=FULL)],
+    2: [Case(2), Case(2, {"pipeline": 2}), Case(2, {"pipeline": 2, "virtual_pipeline": 2}, sections=DEFERRED)],
+}  # fmt: skip
+FOREIGN_REFUSED = [({"tensor": 2}, "parallel.tensor = 2"), ({"context": 2}, "parallel.context = 2")]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", FOREIGN)
+def test_a_layer_of_an_unknown_kind_takes_one_trajectory_a_micro_batch(ranks: int, tmp_path: Path) -> None:
+    """Norms of a class that the learner does not know: the same step, said in the log; where it cannot be, refused."""
+    folders = {(c.family, c.tied): tmp_path / f"{c.family}{c.tied}" for c in FOREIGN[ranks]}
+    models = {kind: make_model_folder(folder, kind[0], tied=kind[1]) for kind, folder in folders.items()}
+    cases = [(make_config(models[c.family, c.tied], ranks, parallel=c.parallel, **c.sections),
+              [make_batch(models[c.family, c.tied])]) for c in FOREIGN[ranks]]  # fmt: skip
+    first = next(iter(models.values()))
+    refused = [make_config(first, 2, parallel=p) for p, _ in FOREIGN_REFUSED] if ranks == 2 else []
+    arguments = {"cases": cases, "refused": refused}
+    found = run_world(ranks, "learner.run_layouts:with_foreign_norms", arguments, timeout_s=400)
+    assert found["said"].count("packing: one trajectory a micro-batch, since the gradients of 0.decoder.") == len(cases)
+    for case, (config, (batch,)), outcome in zip(FOREIGN[ranks], cases, found["outcomes"], strict=True):
+        assert_equals_the_oracle(outcome, oracle_step(models[case.family, case.tied], batch, config))
+    for (_, reason), message in zip(FOREIGN_REFUSED, found["refusals"], strict=False):
+        assert message.startswith("no exact per-trajectory gradient for 0.decoder.") and reason in message
 
 
 @pytest.mark.timeout(300)
@@ -240,6 +282,21 @@ def test_checkpoint_is_free_of_the_layout(name: str, models: dict[tuple[str, boo
             assert difference == 0 if case == saved_by else difference < 1e-3, (case, key)
         # random number generators belong to the ranks of a layout
         assert bool((again["random"] == saved["random"]).all()) is (case == saved_by), case
+
+
+@pytest.mark.timeout(300)
+def test_a_checkpoint_with_experts_apart_is_refused_without_and_the_reverse(
+    models: dict[tuple[str, bool], Path], tmp_path: Path
+) -> None:
+    """Megatron keeps one optimizer or two, in different structures: the learner says so before it reads any."""
+    model = models["moe", False]
+    apart, together = (make_config(model, 2, parallel=p, **DISTRIBUTED) for p in ({"expert": 2}, {}))
+    arguments = {"pairs": [(apart, together), (together, apart)], "batches": [make_batch(model, n) for n in (0, 1)],
+                 "run_dir": str(tmp_path)}  # fmt: skip
+    with_experts, without = run_world(2, "learner.run_layouts:refusals", arguments, timeout_s=250)
+    assert "does not fit this run: parallel.expert > 1 True in the checkpoint, False now" in with_experts
+    assert "does not fit this run: parallel.expert > 1 False in the checkpoint, True now" in without
+    assert str(tmp_path / "0") in with_experts and str(tmp_path / "1") in without
 
 
 BF16 = {"model": {"dtype": "bfloat16"}}

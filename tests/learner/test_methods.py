@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from vcpo_megatron.config.methods import METHODS
 from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.types import Batch
 
-from .oracles import OBJECTIVES, Policy, sequence_weighted
+from .oracles import OBJECTIVES, WHOLE_BATCH, Policy, sequence_weighted
 from .scenarios import make_batch, make_config, make_model_folder
 from .world import run_world
 
@@ -33,7 +34,7 @@ class Case:
     family: str = "qwen2"
     tied: bool = False
     far: bool = False  # log ratios that close clips
-    exact_norms: bool = True
+    binary: bool = False  # rewards 0 and 1: trajectories that share a reward share a weight gradient
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -51,13 +52,19 @@ CASES["deferred leave-one-out pp2"] = Case(
     2, {"opob_mode": "deferred", "baseline": "opob_leave_one_out"}, {"pipeline": 2}
 )
 CASES["accumulate token weights"] = Case(1, {"is_level": "token"}, pack=1000)
+for _layout, (_ranks, _parallel) in LAYOUTS.items():
+    CASES[f"right or wrong {_layout}"] = Case(_ranks, {}, _parallel, pack=1000, binary=True)
+CASES["pp2 one accumulator"] = Case(2, {"opob_accumulators": 1}, {"pipeline": 2})
+CASES["right or wrong deferred"] = Case(1, {"opob_mode": "deferred"}, pack=1000, binary=True)
+for _layout in ("single", "pp2"):
+    CASES[f"vcpo_opob_only {_layout}"] = Case(LAYOUTS[_layout][0], {"method": "vcpo_opob_only"}, LAYOUTS[_layout][1])
 for _rule in RULES:
     CASES[f"{_rule} opob"] = Case(1, {"loss_normalization": _rule}, pack=30)
     CASES[f"{_rule} opob whole groups dp2"] = Case(2, {"loss_normalization": _rule}, pack=1000)
     CASES[f"{_rule} plain dp2"] = Case(2, {"loss_normalization": _rule, "method": "tis_sequence"}, pack=30)
 for _method in OBJECTIVES:
     CASES[_method] = Case(1, {"method": _method, "allow_uncorrected": True}, far=True)
-for _method, _layout in (("m2po", "pp2"), ("p3o", "dp2"), ("gspo", "tp2"), ("mu_grpo", "dp2")):
+for _method, _layout in (("m2po", "pp2"), ("p3o", "dp2"), ("p3o", "pp2"), ("gspo", "tp2"), ("mu_grpo", "dp2")):
     CASES[f"{_method} {_layout}"] = Case(LAYOUTS[_layout][0], {"method": _method}, LAYOUTS[_layout][1], far=True)
 
 
@@ -74,7 +81,7 @@ def _oracle(case: Case, model: Path, batch: Batch, config: RunConfig) -> tuple[d
         policy.normalize(case.algorithm.get("loss_normalization", rule))
         policy.advantages(baseline, std)
         objective = form(policy.samples)
-    loss = policy.loss(objective)
+    loss = policy.loss(objective, whole_batch=config.algorithm.method in WHOLE_BATCH)
     return policy.gradient(loss), policy
 
 
@@ -88,14 +95,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], P
 @pytest.fixture(scope="module")
 def outcomes(models: dict[tuple[str, bool], Path]) -> dict[str, tuple[Case, RunConfig, Path, Batch, dict[str, Any]]]:
     found = {}
-    batches = {(kind, far): make_batch(models[kind], spread=6.0 if far else 0.4)
-               for kind in models for far in (False, True)}  # fmt: skip
+    batches = {(kind, far, binary): make_batch(models[kind], spread=6.0 if far else 0.4, right_or_wrong=binary)
+               for kind in models for far, binary in ((False, False), (True, False), (False, True))}  # fmt: skip
     for ranks in (1, 2):
         names = [name for name, case in CASES.items() if case.ranks == ranks]
         prepared = []
         for name in names:
             case = CASES[name]
-            model, batch = models[case.family, case.tied], batches[(case.family, case.tied), case.far]
+            model = models[case.family, case.tied]
+            batch = batches[(case.family, case.tied), case.far, case.binary]
             config = make_config(
                 model, ranks, parallel=case.parallel, algorithm=case.algorithm, train={"max_pack_tokens": case.pack}
             )
@@ -129,6 +137,27 @@ def test_gradient_equals_the_oracle(
         assert float(outcome["accumulators"]) == (0 if config.algorithm.opob_mode != "accumulate" else 1)
     assert metrics["grad_norm/total"] == pytest.approx(total, rel=1e-5)
     assert metrics["baseline/accumulator_error"] == 0 and metrics["kl/reference"] == 0
+    scale = metrics["ess/ratio"] ** 0.5 if config.algorithm.row.ess_scaling else 1.0
+    assert metrics["ess/ratio"] < 0.99 and metrics["lr/effective"] == pytest.approx(config.optimizer.lr * scale)
+
+
+def test_every_row_is_held_to_an_oracle() -> None:
+    """A method is one row and one entry of ``OBJECTIVES``, or a case of its own where norms make the baseline."""
+    held = {case.algorithm.get("method", "vcpo") for case in CASES.values()}
+    assert set(METHODS) == held
+    assert {name for name, row in METHODS.items() if not row.needs_norms} == set(OBJECTIVES)
+
+
+def test_right_or_wrong_answers_share_a_product(models: dict[tuple[str, bool], Path]) -> None:
+    """The cases above take the path of shared rewards: in a pack of four, two ratios at most."""
+    from vcpo_megatron.learner.score_state import Coefficients
+    from vcpo_megatron.learner.weight_gradients import by_ratio
+
+    for group in make_batch(models["qwen2", False], right_or_wrong=True).groups:
+        rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
+        weights = torch.tensor([0.5, 1.7, 2.0, 8.0], dtype=torch.float64)
+        classes = by_ratio(Coefficients(weights * (rewards - rewards.mean()), weights))
+        assert classes is not None and len(classes) <= 2
 
 
 def test_the_far_batch_closes_clips(models: dict[tuple[str, bool], Path]) -> None:
@@ -198,6 +227,39 @@ def test_regularizers_accumulators_and_proxy(models: dict[tuple[str, bool], Path
             proxy = results[-1]["results"][-1]
             assert all(row.grad_norm != row.grad_norm for row in proxy.trajectories)  # no exact norm is claimed
             _check_proxy(policy, proxy.trajectories)
+
+
+ANCHORED: list[tuple[int, dict[str, Any], dict[str, int], bool]] = [
+    (1, {}, {}, False), (1, {}, {}, True), (1, {"method": "vcpo_ess_only"}, {}, False),
+    (2, {}, {"tensor": 2}, False), (2, {}, {"pipeline": 2}, False), (2, {}, {}, True), (2, {}, {"context": 2}, False),
+    (2, {"opob_mode": "deferred"}, {"pipeline": 2}, True), (2, {"opob_mode": "two_pass"}, {}, False),
+]  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+def test_behavior_anchor(models: dict[tuple[str, bool], Path]) -> None:
+    """The second of two steps on one batch, at a learning rate that moves nothing: lambda (1 - ESS of the first) times
+    the behaviour's likelihood over groups with variance is added, whatever the mode and the layout."""
+    model = models["qwen2", False]
+    batches = {binary: make_batch(model, right_or_wrong=binary) for binary in (False, True)}
+    for ranks in (1, 2):
+        mine = [case for case in ANCHORED if case[0] == ranks]
+        cases = [
+            (make_config(model, ranks, parallel=parallel, optimizer={"lr": 1e-30}, train={"max_pack_tokens": 1000},
+                         algorithm={"behavior_anchor": 0.5, **algorithm}), [batches[binary]] * 2)
+            for _, algorithm, parallel, binary in mine
+        ]  # fmt: skip
+        results = run_world(ranks, "learner.run_layouts:one_step_each", {"cases": cases}, timeout_s=300)
+        for (_, algorithm, _, binary), outcome in zip(mine, results, strict=True):
+            policy = Policy(model, batches[binary])
+            policy.normalize("sequence_token_mean")
+            policy.advantages("group_mean", True) if "method" in algorithm else policy.opob()
+            ratios = torch.stack([(s.logp - s.mu).sum().detach() for s in policy.samples])
+            ess = float(ratios.exp().sum() ** 2 / (2 * ratios).exp().sum()) / len(ratios)
+            assert outcome["results"][0].metrics["ess/ratio"] == pytest.approx(ess, rel=1e-5) and ess < 0.95
+            anchor = policy.loss(lambda s: s.logp)
+            expected = policy.gradient(policy.loss(sequence_weighted) + 0.5 * (1 - ess) * anchor)
+            assert_gradients(outcome, expected)
 
 
 def _check_proxy(policy: Policy, rows: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 
 from vcpo_megatron.learner.packing import (
@@ -43,6 +46,18 @@ def test_a_pack_lays_trajectories_end_to_end_without_their_last_token() -> None:
     assert (pack.group, pack.length, pack.padded) == (1, 4, 1)
 
 
+def test_tokens_of_the_learners_own_version_are_marked() -> None:
+    spans = (VersionSpan(1, 3, PolicyVersion(1, 4)), VersionSpan(3, 5, PolicyVersion(2, 5)))
+    mixed = replace(trajectory([5, 6, 7, 8, 9], 1), turns=(Turn(1, 5, "stop", spans),))
+    mixed.loss_mask[4] = False
+    rows = [Row(0, 0, mixed), Row(1, 0, trajectory([1, 2], 1))]
+    found = {v: make_pack(rows, Share(), torch.device("cpu"), version=v).current.tolist() for v in (0, 4, 5)}
+    # labels 6 7 | 8 (9 is an observation) | 2 of version 0
+    assert found[0] == [False, False, False, False, True]
+    assert found[4] == [True, True, False, False, False]
+    assert found[5] == [False, False, True, False, False]
+
+
 def test_context_ranks_hold_the_first_and_the_last_chunks() -> None:
     rows = [Row(4, 1, trajectory([5, 6, 7, 8, 9, 10], 1)), Row(5, 1, trajectory([11, 12], 1))]  # costs 5 and 1
     first, second = (make_pack(rows, Share(rank, 2, 2), torch.device("cpu")) for rank in (0, 1))
@@ -80,13 +95,41 @@ def test_ranks_that_share_experts_run_equal_numbers_of_steps() -> None:
     assert [[[row.index for row in part] for part in step] for step in plan_steps(rows_of(3), 2, 40)] == [[[0], []]]
 
 
-def test_padding_stays_under_a_tenth_on_log_normal_lengths() -> None:
-    """Median 256, 16 to 2,048 tokens, TP 8 with sequence parallelism and CP 4: what the densest cut costs."""
-    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(256), 1.0, 64), 16, 2048).astype(int)
-    rows, share = rows_of(*(int(n) + 1 for n in lengths)), Share(0, 4, 8)
-    layouts = [Layout.of([row.cost for row in pack], share) for pack in split_into_packs(rows, 4096)]
-    total = sum(layout.total for layout in layouts)
-    assert (total - int(lengths.sum())) / total < 0.1
+#: layout -> (data-parallel replicas, ranks that share experts, how packs are cut).
+SPLITS = {
+    "dp1": (1, 1, Share()),
+    "dp2": (2, 1, Share()),
+    "dp4": (4, 1, Share()),
+    "tp8 sp cp2 dp4": (4, 1, Share(0, 2, 8)),
+    "tp8 sp cp4": (1, 1, Share(0, 4, 8)),
+    "ep2": (1, 2, Share()),
+    "ep2 dp2": (2, 2, Share()),
+    "tp2 sp ep4": (1, 4, Share(0, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("median", [64, 256, 512])
+@pytest.mark.parametrize("split", SPLITS)
+def test_log_normal_lengths_are_packed_and_spread_evenly(split: str, median: int) -> None:
+    """16 groups of 8, 16 to 2,048 tokens, eight draws: less than a tenth of padding, no replica a fifth above the mean.
+
+    A replica's time is that of the fullest rank of every micro-step, empty packs included.
+    """
+    replicas, spread, share = SPLITS[split]
+    for seed in range(8):
+        drawn = np.random.default_rng(seed).lognormal(np.log(median), 1.0, (16, 8))
+        groups = [rows_of(*(int(n) + 1 for n in group)) for group in np.clip(drawn, 16, 2048)]
+        costs = [sum(row.cost for row in group) for group in groups]
+        total, seen, loads = 0, [], []
+        for mine in assign_groups(costs, replicas):
+            steps = [step for g in mine for step in plan_steps(groups[g], spread, 4096)]
+            lengths = [[Layout.of([row.cost for row in part], share).total for part in step] for step in steps]
+            total += sum(map(sum, lengths))
+            loads.append(sum(map(max, lengths)))
+            seen += [id(row) for step in steps for part in step for row in part]
+        assert sorted(seen) == sorted(id(row) for group in groups for row in group)
+        assert (total - sum(costs)) / total < 0.1, seed
+        assert max(loads) < 1.2 * sum(loads) / replicas, seed
 
 
 def test_packs_hold_every_row_once_and_respect_the_bound() -> None:

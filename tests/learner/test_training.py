@@ -1,4 +1,4 @@
-"""Learning rates of every schedule, step by step, against literal numbers."""
+"""Learning rates of every schedule, step by step, against literal numbers; and the check of gradients."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from .scenarios import make_config
 
@@ -37,3 +38,15 @@ def test_rates(keys: dict[str, Any], expected: list[float]) -> None:
         found.append(schedule.get_lr({}))
         schedule.num_steps += 1
     assert found == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), None])
+def test_one_gradient_that_is_not_finite_is_found(bad: float | None) -> None:
+    from vcpo_megatron.learner.training import Trainable
+
+    dense, experts, nothing = torch.linspace(-1, 1, 1000), torch.linspace(-3, 2, 77), torch.zeros(0)
+    if bad is not None:
+        experts[76] = bad
+    buffers = [SimpleNamespace(grad_data=data) for data in (dense, nothing)]
+    chunk = SimpleNamespace(buffers=buffers, expert_parallel_buffers=[SimpleNamespace(grad_data=experts)])
+    assert Trainable.gradients_are_finite(SimpleNamespace(wrapped=(chunk,))) is (bad is None)

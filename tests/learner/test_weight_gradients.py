@@ -9,7 +9,7 @@ import torch
 
 from vcpo_megatron.learner import weight_gradients
 from vcpo_megatron.learner.score_state import Coefficients, PackScores, TokenRows, Tokens
-from vcpo_megatron.learner.weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly, by_ratio
+from vcpo_megatron.learner.weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly
 
 LENGTHS = (1, 3, 3, 40, 70, 300, 2)
 R = [0.5, -1.0, 0.0, 2.0, 1.0, -0.25, 3.0]
@@ -30,8 +30,10 @@ def scores_of(lengths: tuple[int, ...], padding: int = 0) -> tuple[PackScores, T
 def test_every_way_gives_the_same(
     mode: str, d_in: int, d_out: int, padding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_gradients, "GRAM_BLOCK", 32)
+    monkeypatch.setattr(weight_gradients, "GRAM_BLOCK_CPU", 32)
     monkeypatch.setattr(weight_gradients, "PASS_FLOPS_CPU", 40)
+    monkeypatch.setattr(weight_gradients, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(weight_gradients, "BLOCK_ROWS", 48)
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.zeros(d_out, d_in))
     parameter.main_grad = torch.ones(d_out, d_in)
@@ -45,7 +47,7 @@ def test_every_way_gives_the_same(
     if mode == "accumulate shared":  # two rewards: r_i / q_i is one of two numbers
         r = [q * (0.75 if i % 2 else -1.25) for i, q in enumerate(Q)]
         scores.coefficients = Coefficients(torch.tensor(r).double(), torch.tensor(Q).double())
-        assert by_ratio(scores.coefficients) == {-1.25: [0, 2, 4, 6], 0.75: [1, 3, 5]}
+        assert scores.coefficients.by_ratio == {-1.25: [0, 2, 4, 6], 0.75: [1, 3, 5]}
         mode = "accumulate"
     way = {"accumulate": Accumulate(), "deferred": Deferred(), "norms": NormsOnly()}
     way[mode].matrix(scores, tokens, "w", parameter, inputs, grads)
@@ -62,8 +64,8 @@ def test_every_way_gives_the_same(
 
 def test_ratios_of_trajectories() -> None:
     r, q = torch.tensor([1.0, 0.0, 3.0, 0.0]).double(), torch.tensor([2.0, 0.0, 6.0, 5.0]).double()
-    assert by_ratio(Coefficients(r, q)) == {0.5: [0, 2], 0.0: [3]}
-    assert by_ratio(Coefficients(r + 1, q)) is None  # an anchor pulls on a trajectory of weight 0
+    assert Coefficients(r, q).by_ratio == {0.5: [0, 2], 0.0: [3]}
+    assert Coefficients(r + 1, q).by_ratio is None  # an anchor pulls on a trajectory of weight 0
 
 
 def test_bf16_accumulators_know_their_error() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,19 +15,42 @@ from hypothesis import strategies as st
 
 from vcpo_megatron.observability.metrics import METRICS, REDUCERS, StepMetrics, reduce
 
-DOCUMENTED = """step policy_version loss reward/mean eval/accuracy eval/version ess/ratio ess/ratio_truncated
-    ess/lr_scale lr/effective weight/max grad_norm/total
-    grad_norm/trajectory_mean grad_norm/trajectory_max baseline/fallbacks
-    baseline/accumulator_error groups/zero_variance kl/behavior kl/reference entropy
-    staleness/mean staleness/p95 staleness/max staleness/admitted
-    rollouts/generated
-    rollouts/queued rollouts/trained rollouts/dropped rollouts/failed tokens/trained tokens/padded time/step
-    time/wait_batch time/forward_backward time/sync step/skipped"""
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
-def test_the_table_holds_every_documented_name_in_order() -> None:
-    assert list(METRICS) == DOCUMENTED.split()
-    assert all(metric.description and metric.reducer in REDUCERS for metric in METRICS.values())
+def documented() -> dict[str, list[str]]:
+    """Name -> unit, reducer, meaning, healthy value and remedy, of every row of the page."""
+    rows = re.findall(r"^\| `(\S+)` \|(.*)\|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    names = [name for name, _ in rows]
+    assert len(set(names)) == len(names), "a metric has two rows"
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
+
+
+def in_a_cell(text: str) -> str:
+    """A bar would end a cell of a table: |x| is written norm(x) or abs(x)."""
+    text = re.sub(r"\|g_i\|", "norm(g_i)", text)
+    return re.sub(r"\|([^|]+)\|", r"abs(\1)", text)
+
+
+def test_every_metric_is_documented_as_the_table_has_it() -> None:
+    page = documented()
+    for name, metric in METRICS.items():
+        assert metric.description and metric.reducer in REDUCERS
+        cells = [metric.unit, metric.reducer, in_a_cell(metric.description)]
+        wanted = f"| `{name}` | {' | '.join(cells)} | HEALTHY VALUE | WHAT TO DO OTHERWISE |".replace("|  |", "| |")
+        assert name in page, f"docs/metrics.md, in the section where it belongs: add the row\n{wanted}"
+        assert page[name][:3] == cells, f"docs/metrics.md: the row of {name} must begin as\n{wanted}"
+        assert len(page[name]) == 5 and page[name][3], f"docs/metrics.md: the row of {name} must be\n{wanted}"
+
+
+def test_nothing_is_documented_that_does_not_exist() -> None:
+    gone = documented().keys() - METRICS.keys()
+    assert not gone, f"docs/metrics.md: observability/metrics.py has no {', '.join(sorted(gone))}; remove the rows"
+
+
+def test_the_names_that_scripts_rely_on() -> None:
+    names = "step policy_version loss reward/mean eval/accuracy ess/ratio lr/effective staleness/max rollouts/generated"
+    assert set(names.split()) <= METRICS.keys()
 
 
 VECTOR = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]

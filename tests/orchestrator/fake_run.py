@@ -7,6 +7,7 @@ client's methods that hold a version and check the update protocol.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import socket
@@ -38,9 +39,11 @@ from vcpo_megatron.transport.control import (
     Error,
     Heartbeat,
     Hello,
+    LeaveStep,
     Probe,
     ProbeResult,
     StepDone,
+    StepLeft,
     Stop,
     SyncDone,
     WeightsReady,
@@ -141,6 +144,7 @@ class FakeClient:
         self.score_offset = 0.0
         self.policy: Callable[[str], object] = lambda version: PolicyVersion.parse(version).number
         self.events: list[str] = []
+        self.cache_key: str | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -149,6 +153,7 @@ class FakeClient:
         self.session: list[str] | None = None
         self.resumed = asyncio.Event()
         self.resumed.set()
+        self.aborted = asyncio.Event()
 
     def _alive(self) -> None:
         if self.process is None or self.process.code is not None:
@@ -156,6 +161,16 @@ class FakeClient:
 
     async def ready(self) -> bool:
         return self.process is not None and self.process.code is None
+
+    async def adopt(self) -> None:
+        self.events.append("adopt")
+
+    async def check_capabilities(self) -> None:
+        self._alive()
+
+    async def health(self, timeout_s: float) -> str:
+        self._alive()
+        return str(self.version)
 
     async def close(self) -> None:
         self.events.append("close")
@@ -169,6 +184,12 @@ class FakeClient:
         self._alive()
         self.paused = False
         self.resumed.set()
+
+    async def abort(self, rid: str | None = None) -> None:
+        self._alive()
+        self.events.append("abort")
+        self.aborted.set()
+        self.aborted = asyncio.Event()
 
     async def begin_weight_update(self) -> None:
         self._alive()
@@ -203,7 +224,9 @@ class FakeClient:
         process, first = self.process, self.version
         self.events.append(f"generate {rid} by {first}")
         await self.resumed.wait()
-        await asyncio.sleep(self.latency_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.aborted.wait(), self.latency_s)
+            return answer(input_ids, sampling, rid, first, first, self.policy(first), cut=2)
         await self.resumed.wait()
         if self.process is not process:
             raise ServerUnavailable(URL, "/generate", "connection reset")
@@ -219,14 +242,18 @@ class FakeClient:
 
 
 def answer(
-    input_ids: Sequence[int], sampling: SamplingParams, rid: str, first: str, last: str, policy: object
-) -> GenerateResult:
+    input_ids: Sequence[int], sampling: SamplingParams, rid: str, first: str, last: str, policy: object,
+    cut: int | None = None,
+) -> GenerateResult:  # fmt: skip
     """Tokens that depend on ``policy`` and on the seed, or without one on the request id; half by each version when
-    they differ."""
+    they differ; aborted after ``cut`` of them."""
     key = rid if sampling.sampling_seed is None else str(sampling.sampling_seed)
     digest = hashlib.sha256(f"{list(input_ids)} {key} {policy}".encode()).digest()
     count = min(sampling.max_new_tokens, 4)
     tokens = tuple(3 + byte % 40 for byte in digest[:count])
+    if cut is not None:
+        logprobs = tuple(-1.0 - byte / 512 for byte in digest[:cut])
+        return GenerateResult(tokens[:cut], logprobs, (Span(0, cut, first),), "abort")
     if last == first or count < 2:
         spans: tuple[Span, ...] = (Span(0, count, first),)
     else:
@@ -279,6 +306,10 @@ class FakeLearner(threading.Thread):
         self.error_at: int | None = None
         self.silent_at: int | None = None
         self.skips: set[int] = set()
+        self.long_steps: set[int] = set()  # steps that take ``long_s``
+        self.long_s = 60.0
+        self.may_leave = True
+        self.left: list[int] = []
         self.sends_weights = True
         self.ess_ratio = 1.0
         self._synced = True
@@ -329,7 +360,10 @@ class FakeLearner(threading.Thread):
                 return
             self._handle(client, message)
         client.send(Heartbeat("learner", f"step {batch.step}"))
-        time.sleep(self.step_s)
+        if self._leaves(client, batch.step):
+            self.left.append(batch.step)
+            client.send(StepLeft(batch.step))
+            return
         assert batch.step == self.version.number, (batch.step, self.version)
         self.batches.append(batch)
         self.learn(batch)
@@ -343,6 +377,19 @@ class FakeLearner(threading.Thread):
         metrics = {"loss": 0.5, "ess/ratio": self.ess_ratio, "time/forward_backward": 0.1}
         client.send(StepDone(StepResult(batch.step, self.version, skipped, metrics, results)))
         self._weights(client)
+
+    def _leaves(self, client: ControlClient, step: int) -> bool:
+        """Takes as long as the step does; whether it was to be left meanwhile."""
+        end = time.monotonic() + (self.long_s if step in self.long_steps else self.step_s)
+        asked = False
+        while not asked and (left := end - time.monotonic()) > 0:
+            message = client.receive(left)
+            if isinstance(message, LeaveStep):
+                assert message.step == step
+                asked = self.may_leave
+            elif message is not None:
+                self._handle(client, message)
+        return asked
 
     def learn(self, batch: Batch) -> None:
         """What a step does to the parameters: nothing here."""

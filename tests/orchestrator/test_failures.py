@@ -103,6 +103,62 @@ def test_the_window_counts_failures_among_outcomes() -> None:
         window.failure(ValueError("rare"))
 
 
+def test_failures_in_a_row_end_a_run_late_as_at_its_start() -> None:
+    window = FailureWindow(100, 0.5)
+    for _ in range(10):
+        window.success()
+    for _ in range(19):
+        window.failure(ValueError("gone"))
+    with pytest.raises(RunError, match=r"^20 of the last 30 outcomes are failures, the last 20 in a row .*, 20 of th"):
+        window.failure(ValueError("gone"))
+    patient = FailureWindow(1000, 0.9)
+    patient.success()
+    for _ in range(199):
+        patient.failure(ValueError("often"))
+    patient.success()
+    with pytest.raises(RunError, match=r"^399 of the last 401 outcomes"):
+        for _ in range(201):
+            patient.failure(ValueError("often"))
+    rare = FailureWindow(100, 0.9)  # twenty in a row would not be strange here
+    rare.success()
+    for _ in range(89):
+        rare.failure(ValueError("often"))
+
+
+def test_the_first_groups_that_all_fail_alike_end_the_run_whatever_the_window() -> None:
+    window = FailureWindow(1000, 0.5)
+    for group in range(30):
+        window.admitted(group)
+    for group in [*range(25, 30), *range(19)]:  # those after the first 20 do not count
+        window.failure(ValueError(f"prompt {'abcdef'[group % 6]}x: log-prob -{group}.5 is not finite"), group)
+    window.failure(ValueError("prompt gx: log-prob -7.5 is not finite"))  # of a group that goes on
+    with pytest.raises(RunError, match="the first 20 groups of this attempt have all failed: prompt ix: log-prob -8.5"):
+        window.failure(ValueError("prompt ix: log-prob -8.5 is not finite"), 19)
+
+
+@pytest.mark.parametrize("last", [None, "another message"])
+def test_one_other_group_among_the_first_lets_the_run_go_on(last: str | None) -> None:
+    """Quick failures of other groups come before a slow success: they end nothing."""
+    window = FailureWindow(1000, 0.5)
+    for group in range(150):
+        window.admitted(group)
+        if group != 7:
+            window.failure(ValueError("sandbox timeout"), group)
+    if last is not None:
+        window.failure(ValueError(last), 7)
+
+
+@pytest.mark.parametrize("policy", ["drop", "resample"])
+def test_a_policy_that_has_diverged_ends_the_run_soon(tmp_path: Path, policy: str) -> None:
+    cfg = config(train={"steps": 500, "groups_per_step": 8}, staleness={"max_staleness": 16},
+                 rollout={"on_failure": policy})  # fmt: skip
+    run = FakeRun(tmp_path, cfg, environment=FakeEnvironment(fails=lambda example: True))
+    with pytest.raises(RunError, match="the first 20 groups of this attempt have all failed: .*the judge is down"):
+        run.run()
+    failed = sum(count for key, count in states(tmp_path).items() if key[1] == "failed")
+    assert failed < 272  # what a window of 1,360 took
+
+
 @pytest.mark.parametrize(("reward", "info"), [(float("nan"), {}), (float("inf"), {}), (1.0, {"x": "text"})])
 def test_what_cannot_be_trained_on_is_a_counted_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, info: dict[str, Any]

@@ -15,7 +15,7 @@ from vcpo_megatron.config.run_directory import RunDirectory
 from vcpo_megatron.orchestrator.recorder import Recorder
 from vcpo_megatron.orchestrator.rows import MetricsLog
 from vcpo_megatron.orchestrator.store import RolloutStore
-from vcpo_megatron.orchestrator.tasks import RunError
+from vcpo_megatron.orchestrator.tasks import RunError, StopRequest
 from vcpo_megatron.orchestrator.trainer import Trainer
 from vcpo_megatron.rollout.fleet import FleetError
 from vcpo_megatron.transport.control import ControlError
@@ -93,7 +93,7 @@ def test_a_failing_trajectory_is_counted_and_ends_its_group_only(tmp_path: Path)
 
 def test_nothing_but_failures_ends_the_run_with_the_commonest(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, config(train={"steps": 500}), environment=FakeEnvironment(fails=lambda example: True))
-    with pytest.raises(RunError, match=r"20 of the last 20 outcomes are failures .*the judge is down"):
+    with pytest.raises(RunError, match="the first 20 groups of this attempt have all failed: .*the judge is down"):
         run.run()
 
 
@@ -198,6 +198,18 @@ def test_a_skipped_step_counts_and_drops_its_trajectories(tmp_path: Path) -> Non
     assert [row["step/skipped"] for row in rows] == [0, 0, 1, 0, 0, 0]
     assert rows[2]["tokens/trained"] == 0 and rows[2]["rollouts/dropped"] == 4
     assert rows[-1]["rollouts/trained"] == 5 * 4
+
+
+def test_ten_skipped_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
+    """Nine do not, when the tenth is taken; the tenth's row and marks are written before the run ends."""
+    run = FakeRun(tmp_path, config(train={"steps": 40}))
+    run.learner.skips = {*range(2, 11), *range(12, 40)}
+    with pytest.raises(RunError, match=r"^10 steps in a row were skipped, up to step 21 \(non-finite.*--from-step"):
+        run.run()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(22))
+    assert rows[-1]["rollouts/dropped"] >= 19 * 4 and rows[-1]["rollouts/trained"] == 3 * 4
+    assert "10 steps in a row" in run.learner.errors[-1]
 
 
 async def kill_server(run: FakeRun, controller: Any) -> None:
@@ -345,7 +357,7 @@ def test_a_prompt_that_waited_to_be_sampled_again_is_carried_by_the_checkpoint(t
         await recorder.open()
         trainer = Trainer(
             config(), Link(), recorder, MetricsLog([], [], 9), RunDirectory(tmp_path), version=2, fingerprint="f",  # type: ignore[arg-type]
-            requeue=[5, 8],
+            requeue=[5, 8], stop=StopRequest(),
         )
         trainer.version = 3
         await trainer.checkpoint()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -524,23 +525,60 @@ def test_a_reader_that_stays_is_named(path: Path, monkeypatch: pytest.MonkeyPatc
     reader.close()
 
 
-def test_a_second_opener_is_refused(path: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; from vcpo_megatron.orchestrator.store import RolloutStore, StoreError\n"
-        "for open in (RolloutStore, RolloutStore.open_readonly):\n"
-        "    try: open(Path(sys.argv[1]))\n"
-        "    except StoreError as error: print(error)\n"
+_IN_ANOTHER_PROCESS = (
+    "import sys; from pathlib import Path; from vcpo_megatron.orchestrator.store import RolloutStore, StoreError\n"
+    "path = Path(sys.argv[1])\n"
+)
+
+
+def test_a_second_opener_is_refused_and_a_reader_gets_a_copy(path: Path) -> None:
+    program = _IN_ANOTHER_PROCESS + (
+        "try: RolloutStore(path)\n"
+        "except StoreError as error: print(error)\n"
+        "with RolloutStore.open_readonly(path) as store: print(store.trained_steps(), store.counts())\n"
     )
     with RolloutStore(path) as store:
+        sample_group(store, 0)
+        store.mark_trained(0, [], [0], [0])
         other = subprocess.run(
             [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=60, check=True
         )
-        lines = other.stdout.splitlines()
-        assert len(lines) == 2 and all("is in use by another process" in line for line in lines)
-        for opener in (RolloutStore, RolloutStore.open_readonly):
-            with pytest.raises(StoreError, match="is in use by another process"):
-                opener(path)
-        sample_group(store, 0)  # the first one is not disturbed
+        refused, read = other.stdout.splitlines()
+        assert "is in use by another process" in refused
+        assert read == "[0] Counts(generated=2, queued=0, trained=2, dropped=0, failed=0)"
+        with pytest.raises(StoreError, match="is in use by another process"):
+            RolloutStore(path)
+        sample_group(store, 1)  # the first one is not disturbed
+
+
+def test_a_copy_of_a_store_that_is_being_written_is_of_one_moment(path: Path) -> None:
+    """Forty copies while logs are filled and begun anew; no copy may be torn, and none may go back."""
+    program = _IN_ANOTHER_PROCESS + (
+        "for _ in range(40):\n"
+        "    with RolloutStore.open_readonly(path) as store:\n"
+        "        (problem,) = store._connection.execute('PRAGMA integrity_check').fetchone()\n"
+        "        groups = len(store.complete_groups()) + sum(len(store.groups_trained_at(s)) for s in store.trained_steps())\n"  # noqa: E501
+        "        print(problem, groups, store.counts().generated, len(store.trained_steps()), flush=True)\n"
+    )
+    with RolloutStore(path) as store:
+        store._connection.execute("PRAGMA wal_autocheckpoint = 20")
+        sample_group(store, 0)
+        reader = subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True)
+        deadline, group = time.monotonic() + 60, 1
+        while reader.poll() is None and time.monotonic() < deadline:
+            sample_group(store, group)
+            if group % 2:
+                store.mark_trained(group // 2, [], [group], [0])
+            group += 1
+        reader.kill()
+        lines = [line.split() for line in reader.communicate()[0].splitlines()]
+    assert reader.returncode == 0 and len(lines) == 40
+    for problem, groups, generated, steps in lines:
+        assert problem == "ok"
+        assert int(generated) - 2 * int(groups) in (0, 2)  # at most one group that was being sampled
+        assert int(steps) <= int(groups)
+    found = [int(groups) for _, groups, _, _ in lines]
+    assert found == sorted(found) and found[-1] > found[0]
 
 
 def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:

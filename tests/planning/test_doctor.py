@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from vcpo_megatron.config.fused_kernels import InstalledKernels
 from vcpo_megatron.planning import doctor
 from vcpo_megatron.planning.doctor import Finding, examine, render
 
@@ -43,6 +44,19 @@ def test_a_machine_with_the_least_versions(versions: dict[str, str], tmp_path: P
     findings = examine(tmp_path)
     assert [row for row in findings if row.level == "missing"] == []
     assert finding(findings, "sglang").level == "note" and "embedded engine" in finding(findings, "sglang").text
+
+
+def test_a_rollout_environment_is_looked_at(versions: dict[str, str], tmp_path: Path) -> None:
+    site = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
+    python = tmp_path / "env" / "bin" / "python"
+    site.mkdir(parents=True)
+    assert finding(examine(tmp_path, python), "sglang").level == "missing"
+    (site / "sglang-0.5.23.dist-info").mkdir()
+    assert finding(examine(tmp_path, python), "sglang") == Finding(
+        "ok", "sglang", f"0.5.23 beside {python}  rollout servers"
+    )
+    (site / "sglang-0.5.23.dist-info").rename(site / "sglang-0.6.0.dist-info")
+    assert finding(examine(tmp_path, python), "sglang").text == f"0.6.0 beside {python}; tested with 0.5.23"
 
 
 def test_missing_and_old_packages_name_the_remedy(versions: dict[str, str], tmp_path: Path) -> None:
@@ -81,3 +95,26 @@ def test_the_report_is_aligned() -> None:
     text = render([Finding("ok", "a", "one"), Finding("missing", "long name", "two")])
     assert text == "ok      a          one\nmissing long name  two"
     assert re.match(r"\S+\s+python +3\.", render(examine(Path.cwd())))
+
+
+def kernels(installed: InstalledKernels, *, gpu: bool) -> dict[str, Finding]:
+    return {row.name: row for row in doctor._kernels(installed, gpu=gpu)}
+
+
+def test_fused_kernels_and_the_other_apex() -> None:
+    nvidia = InstalledKernels(transformer_engine=True, apex="usable", weight_gradients=True)
+    assert kernels(nvidia, gpu=True) == {
+        "fused adam": Finding("ok", "fused adam", "TransformerEngine's is used"),
+        "fused weight gradients": Finding("ok", "fused weight gradients", "Apex's is used"),
+    }
+    assert kernels(nvidia, gpu=False)["fused adam"].text == (
+        "TransformerEngine's is installed and needs a GPU; torch's is used"
+    )
+    other = kernels(InstalledKernels(apex="another package"), gpu=True)
+    assert "not NVIDIA's but another project" in other["apex"].text and other["apex"].level == "note"
+    assert other["fused adam"].text.startswith("not installed: torch's is used (NVIDIA's apex, built from source, or")
+    assert kernels(InstalledKernels(), gpu=False) == {}
+
+
+def test_the_layers_are_named(versions: dict[str, str], tmp_path: Path) -> None:
+    assert finding(examine(tmp_path), "layers").text.startswith("Megatron's local ones, several trajectories")

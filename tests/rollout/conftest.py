@@ -7,6 +7,7 @@ import base64
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ from typing import Any
 import pytest
 
 from vcpo_megatron.rollout.client import ServerClient
+from vcpo_megatron.rollout.sglang import SglangServer
+from vcpo_megatron.transport.child import start_child, stop_child
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 97
@@ -122,6 +125,87 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServ
     yield start
     for server in started:
         server.stop()
+
+
+# --- both engines -------------------------------------------------------------------------------
+
+
+@dataclass
+class Engine:
+    """A server of weights "0" that the protocol suite talks to, and times in seconds that suit it: ``mid_s`` into a
+    long answer it is in its middle, ``most_s`` is the most that a scenario may take."""
+
+    name: str
+    url: str
+    mid_s: float
+    most_s: float
+
+    def use(self, scenario: Callable[[ServerClient], Awaitable[Any]]) -> Any:
+        """``await scenario(client)``, bounded."""
+
+        async def bounded() -> Any:
+            client = ServerClient(self.url, VOCABULARY, self.most_s / 2)
+            try:
+                async with asyncio.timeout(self.most_s):
+                    return await scenario(client)
+            finally:
+                await client.close()
+
+        return asyncio.run(bounded())
+
+
+StartSglang = Callable[..., Running]
+SGLANG_START_S = 400.0
+
+
+@pytest.fixture(scope="session")
+def start_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSglang]:
+    """start_sglang(folder, *flags) returns when the server answers; it runs in the environment that
+    VCPO_ROLLOUT_PYTHON names, by the command line of a run."""
+    python = os.environ.get("VCPO_ROLLOUT_PYTHON")
+    if not python:
+        pytest.skip("VCPO_ROLLOUT_PYTHON names no rollout environment (tools/make_rollout_env.sh --cpu makes one)")
+    started: list[tuple[Running, subprocess.Popen[bytes]]] = []
+
+    def start(folder: Path, *flags: str) -> Running:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        program = SglangServer(Path(python), folder, "127.0.0.1", port, "float32", CONTEXT, 32, args=flags)
+        log = tmp_path_factory.mktemp("sglang") / "log"
+        env = {"OMP_NUM_THREADS": "1", **program.environment()}
+        process = start_child(program.command(), env=env, log=log)
+        server = Running(process, log, f"http://127.0.0.1:{port}")
+        started.append((server, process))
+
+        async def wait() -> None:
+            client = ServerClient(server.url, VOCABULARY, 30.0)
+            deadline = time.monotonic() + SGLANG_START_S
+            while not await client.ready():
+                assert process.poll() is None, log.read_text()[-3000:]
+                assert time.monotonic() < deadline, f"no SGLang server within {SGLANG_START_S} s, see {log}"
+                await asyncio.sleep(0.5)
+            await client.close()
+
+        asyncio.run(wait())
+        return server
+
+    yield start
+    for _, process in started:
+        stop_child(process, grace_s=5.0)
+
+
+@pytest.fixture(scope="session")
+def sglang(versions: Versions, start_sglang: StartSglang) -> Running:
+    """One SGLang server a session: a start takes a minute."""
+    return start_sglang(versions.folder, "--weight-version", "0", "--random-seed", "7")
+
+
+@pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    if request.param == "sglang":
+        return Engine("sglang", request.getfixturevalue("sglang").url, mid_s=0.8, most_s=240.0)
+    return Engine("embedded", request.getfixturevalue("server").url, mid_s=0.15, most_s=60.0)
 
 
 UseServer = Callable[[Callable[[ServerClient], Awaitable[Any]]], Any]

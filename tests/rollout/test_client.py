@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from vcpo_megatron.rollout.client import ServerClient, ServerError, ServerUnavailable
+from vcpo_megatron.rollout.client import ServerClient, ServerError, ServerUnavailable, UnsupportedServer
 from vcpo_megatron.rollout.protocol import ProtocolError, SamplingParams
 
 ANSWER = {
@@ -63,6 +63,7 @@ def test_calls_reach_their_endpoints_with_their_bodies() -> None:
 
     async def scenario(client: ServerClient) -> None:
         await client.pause("in_place")
+        await client.pause("retract")
         await client.begin_weight_update()
         await client.update_weights_from_tensor(b"QQ==", "2.7")
         await client.end_weight_update()
@@ -76,6 +77,8 @@ def test_calls_reach_their_endpoints_with_their_bodies() -> None:
     bucket = {"serialized_named_tensors": ["QQ=="], "load_format": None, "flush_cache": False, "weight_version": "2.7"}
     assert seen == [
         ("POST", "/pause_generation", {"mode": "in_place"}),
+        ("POST", "/pause_generation", {"mode": "retract"}),
+        ("POST", "/flush_cache", {}),
         ("POST", "/begin_weight_update", {}),
         ("POST", "/update_weights_from_tensor", bucket),
         ("POST", "/end_weight_update", {}),
@@ -173,3 +176,104 @@ def test_a_server_that_hangs_up_or_is_not_there() -> None:
             await nobody.close()
 
     against(handle, scenario)
+
+
+def test_a_pause_flushes_the_cache_as_soon_as_it_can() -> None:
+    seen: list[str] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        seen.append(request.path)
+        busy = request.path == "/flush_cache" and seen.count("/flush_cache") < 3
+        return web.Response(status=400 if busy else 200, text="busy")
+
+    against(handle, lambda client: client.pause("abort"))
+    assert seen == ["/pause_generation", "/flush_cache", "/flush_cache", "/flush_cache"]
+
+
+# --- versions of servers ------------------------------------------------------------------------
+
+
+def old_server(missing: set[str], seen: list[str], answer: Any = ANSWER) -> Handler:
+    """SGLang's endpoints but ``missing``, which answer 404 as FastAPI does."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        seen.append(request.path)
+        if request.path in missing:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        if request.path == "/generate":
+            return web.json_response(answer)
+        return web.json_response({"success": True, "message": "", "version": "0.4.9", "weight_version": "1.0"})
+
+    return handle
+
+
+def test_a_server_without_begin_and_end_takes_updates_without() -> None:
+    seen: list[str] = []
+
+    async def scenario(client: ServerClient) -> None:
+        for _ in range(2):
+            await client.begin_weight_update()
+            await client.update_weights_from_tensor(b"QQ==", "2.7")
+            await client.end_weight_update()
+
+    against(old_server({"/begin_weight_update", "/end_weight_update"}, seen), scenario)
+    assert seen == ["/begin_weight_update", "/update_weights_from_tensor", "/update_weights_from_tensor"]
+
+
+def test_a_server_without_ready_is_asked_for_its_health() -> None:
+    seen: list[str] = []
+    assert against(old_server({"/ready"}, seen), lambda client: client.ready()) is True
+    assert seen == ["/ready", "/health"]
+    assert against(old_server({"/ready", "/health"}, seen), lambda client: client.ready()) is False
+
+
+def test_a_server_that_can_what_training_needs_is_taken() -> None:
+    seen: list[str] = []
+    against(old_server(set(), seen), lambda client: client.check_capabilities())
+    assert seen == ["/model_info", "/generate"]
+
+
+def without(key: str) -> Any:
+    return {**ANSWER, "meta_info": {name: value for name, value in ANSWER["meta_info"].items() if name != key}}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("handler", "message"),
+    [
+        (old_server(set(), [], without("weight_versions")), r"SGLang 0.4.9 at http\S+ does not .*weight_versions"),
+        (old_server(set(), [], without("output_token_logprobs")), "SGLang 0.4.9 .*output_token_logprobs"),
+        (old_server({"/model_info", "/server_info", "/get_server_info"}, []), "an sglang-router in front of them"),
+    ],
+)  # fmt: skip
+def test_a_server_that_lacks_something_is_refused_by_name(handler: Handler, message: str) -> None:
+    async def scenario(client: ServerClient) -> None:
+        with pytest.raises(UnsupportedServer, match=message):
+            await client.check_capabilities()
+
+    against(handler, scenario)
+
+
+def test_what_another_run_left_is_undone() -> None:
+    seen: list[str] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        seen.append(request.path)
+        status = 400 if request.path == "/end_weight_update" else 200
+        return web.json_response({"success": status == 200, "message": "no session is open"}, status=status)
+
+    against(handle, lambda client: client.adopt())
+    assert seen == ["/end_weight_update", "/continue_generation"]
+
+
+def test_health_tells_the_weights_within_its_own_deadline() -> None:
+    assert against(old_server(set(), []), lambda client: client.health(5.0)) == "1.0"
+
+    async def silent(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    async def scenario(client: ServerClient) -> None:
+        with pytest.raises(ServerUnavailable, match="/health is unavailable: .*0.2"):
+            await client.health(0.2)
+
+    against(silent, scenario)

@@ -227,13 +227,18 @@ def tiny(kind: str) -> Any:
     extra: dict[str, Any] = {
         "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
         "Mistral": {"sliding_window": 8},
+        "DeepseekV3": {
+            "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 6,
+            "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5,
+        },
     }.get(kind, {})
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**common, **extra)
+    config = getattr(transformers, f"{kind}Config")(**{**common, **extra})
     return getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Qwen3Moe", "DeepseekV3"])
 def test_other_architectures_are_exact(kind: str) -> None:
     loaded = tiny(kind)
     generations = [request(index, range(1, 3 + index), 12) for index in range(4)]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.orchestrator.fake_run import FakeClient, config, fake_fleet
+from tests.orchestrator.fake_run import FakeClient, FakeProcess, config, fake_fleet
 from vcpo_megatron.orchestrator.tasks import run_beside
-from vcpo_megatron.rollout.client import ServerClient, ServerUnavailable
+from vcpo_megatron.rollout.client import ServerClient, ServerError, ServerUnavailable, UnsupportedServer
 from vcpo_megatron.rollout.fleet import Changes, Fleet, FleetError, FleetOptions, Server, ServerState
 from vcpo_megatron.rollout.protocol import SamplingParams
 from vcpo_megatron.transport.child import start_child, stop_child
@@ -141,6 +141,221 @@ def test_a_server_that_lives_but_is_out_of_reach_fails_the_request_after_retries
         assert len(tries) == 3
 
     with_fleet(work, servers=1)
+
+
+def test_a_failure_inside_the_server_is_tried_again() -> None:
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        answer, tries = clients[0].generate, []
+
+        async def fails_once(*request: Any) -> Any:
+            tries.append(1)
+            if len(tries) == 1:
+                raise ServerError("http://fake", "/generate", 500, "the engine stumbled")
+            return await answer(*request)
+
+        clients[0].generate = fails_once  # type: ignore[method-assign]
+        lease = fleet.lease(1)
+        assert lease is not None
+        assert len((await lease.generate((1,), SamplingParams(4), "r")).output_ids) == 4 and len(tries) == 2
+
+    with_fleet(work, servers=1)
+
+
+def test_requests_wait_while_weights_are_loaded() -> None:
+    """What is sent meanwhile could read what the old weights left in the cache."""
+
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        lease, server = fleet.lease(1), fleet.servers[0]
+        assert lease is not None and clients[0].cache_key == "1.0"
+        server.updating = True
+        request = asyncio.ensure_future(lease.generate((1,), SamplingParams(4), "r"))
+        await asyncio.sleep(0.1)
+        assert not request.done() and not [event for event in clients[0].events if "generate" in event]
+        server.updating = False
+        load(fleet, clients, 0, 1)
+        assert clients[0].cache_key == "1.1"
+        assert {span.version for span in (await request).spans} == {"1.1"}
+
+    with_fleet(work, servers=1)
+
+
+def test_trajectories_that_wait_for_their_environment_leave_room() -> None:
+    """Capacity 4: a group whose members are between two requests is not busy; at most 8 places are given."""
+
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        server, leases = fleet.servers[0], []
+        for _ in range(2):
+            leases.append(fleet.lease(4))
+            assert leases[-1] is not None and fleet.lease(1) is None and server.busy == 4
+            await asyncio.gather(*(leases[-1].generate((1,), SamplingParams(4), f"r{i}") for i in range(4)))
+            assert server.busy == 0
+        assert server.load == 8 and fleet.lease(1) is None
+        again = asyncio.ensure_future(leases[0].generate((1,), SamplingParams(4), "again"))
+        await asyncio.sleep(0)
+        assert server.busy == 1
+        await again
+        leases[0].release(4)
+        assert (server.load, server.busy) == (4, 0) and fleet.lease(1) is not None
+
+    with_fleet(work, servers=1)
+
+
+def test_a_place_that_is_released_unused_is_not_busy_any_more() -> None:
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        lease = fleet.lease(3)
+        assert lease is not None
+        lease.release()
+        assert (fleet.servers[0].load, fleet.servers[0].busy) == (2, 2)
+        lease.release(2)
+        assert (fleet.servers[0].load, fleet.servers[0].busy) == (0, 0)
+
+    with_fleet(work, servers=1)
+
+
+# --- health -------------------------------------------------------------------------------------
+
+
+def watched(work: Work, *, joined: bool = False, max_restarts: int = 0) -> None:
+    """``with_fleet`` of one server that is asked after 0.1 s of silence, with a deadline of 0.2 s."""
+
+    async def main() -> None:
+        clients = [FakeClient(0)]
+        server = Server(0, clients[0], Path("/nowhere"), joined=joined)  # type: ignore[arg-type]
+        clients[0].process = FakeProcess()
+
+        def launch(index: int) -> FakeProcess:
+            clients[0].reset()
+            clients[0].process = FakeProcess()
+            return clients[0].process
+
+        def stop(process: Any) -> int:
+            process.code = -9
+            return -9
+
+        options = FleetOptions(4, max_restarts, 1.0, 2.0, health_interval_s=0.1, health_timeout_s=0.2)
+        fleet = Fleet([server], options, launch=launch, stop=stop, changes=Changes())  # type: ignore[arg-type]
+
+        async def ready() -> None:
+            await fleet.answering()
+            load(fleet, clients, 0, 0)
+            await work(fleet, clients)
+
+        fleet.launch()
+        await run_beside(ready(), fleet.supervise())
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+async def hangs(timeout_s: float) -> str:
+    raise ServerUnavailable("http://fake", "/health", f"no answer within {timeout_s:g} s")
+
+
+def test_a_server_that_hangs_is_killed_restarted_and_serves_after_a_full_update() -> None:
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        server, first = fleet.servers[0], clients[0].process
+        well, clients[0].health = clients[0].health, hangs  # type: ignore[method-assign]
+        await fleet.changes.until(lambda: server.starts == 2 or None, 5)
+        assert first is not None and first.code == -9
+        clients[0].health = well  # type: ignore[method-assign]
+        await fleet.changes.until(lambda: server.available or None, 5)
+        assert not server.serving and fleet.lease(1) is None
+        load(fleet, clients, 0, 1)
+        await asyncio.sleep(0.5)
+        assert server.serving and server.starts == 2
+
+    watched(work, max_restarts=1)
+
+
+def test_one_late_answer_is_no_fault_and_an_update_is_not_disturbed() -> None:
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        server, answers = fleet.servers[0], ["late", "1.0"]
+        asked = []
+
+        async def late_once(timeout_s: float) -> str:
+            asked.append(1)
+            if answers.pop(0) == "late":
+                await hangs(timeout_s)
+            clients[0].health = well  # type: ignore[method-assign]
+            return "1.0"
+
+        well, clients[0].health = clients[0].health, late_once  # type: ignore[method-assign]
+        await asyncio.sleep(0.6)
+        assert len(asked) == 2 and server.starts == 1 and server.serving
+        clients[0].health, server.updating = hangs, True  # type: ignore[method-assign]
+        await asyncio.sleep(0.6)
+        assert server.starts == 1 and server.serving
+
+    watched(work)
+
+
+def test_a_server_that_answers_requests_is_not_asked() -> None:
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        clients[0].health = hangs  # type: ignore[method-assign]
+        lease = fleet.lease(1)
+        assert lease is not None
+        for index in range(20):
+            await lease.generate((1,), SamplingParams(1), f"r{index}")
+            await asyncio.sleep(0.03)
+        assert fleet.servers[0].serving
+
+    watched(work)
+
+
+def test_other_weights_than_those_that_were_loaded_are_noticed() -> None:
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        clients[0].version = "default"  # restarted by someone else
+        await fleet.changes.until(lambda: (not fleet.servers[0].serving) or None, 5)
+        assert fleet.servers[0].state is ServerState.EMPTY and fleet.servers[0].starts == 1
+
+    watched(work)
+
+
+# --- joined servers -----------------------------------------------------------------------------
+
+
+def test_a_joined_server_that_is_lost_is_left_alone_until_it_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        server, process = fleet.servers[0], clients[0].process
+        assert clients[0].events[0] == "adopt" and process is not None
+        process.code = 1
+        lease = fleet.lease(1)
+        assert lease is not None
+        request = asyncio.ensure_future(lease.generate((1,), SamplingParams(4), "r"))
+        await fleet.changes.until(lambda: (not server.available) or None, 5)
+        process.code = None
+        await fleet.changes.until(lambda: server.available or None, 5)
+        assert not request.done() and not server.serving
+        load(fleet, clients, 0, 1)
+        assert {span.version for span in (await request).spans} == {"1.1"} and server.starts == 0
+
+    watched(work, joined=True)
+    assert "rollout server 0 cannot be reached, it runs at http://fake" in capsys.readouterr().out
+
+
+def test_the_last_joined_server_that_stays_away_ends_the_run() -> None:
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        clients[0].health = hangs  # type: ignore[method-assign]
+        assert clients[0].process is not None
+        clients[0].process.code = 1
+        await asyncio.sleep(8)
+
+    with pytest.raises(FleetError, match=r"did not answer within 1 s, and no other does; it runs at http://fake"):
+        watched(work, joined=True)
+
+
+def test_a_server_that_cannot_what_training_needs_ends_the_run() -> None:
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        async def lacks() -> None:
+            raise UnsupportedServer("SGLang 0.4.9 at http://fake does not answer what training needs")
+
+        clients[0].check_capabilities = lacks  # type: ignore[method-assign]
+        fleet.missed(fleet.servers[0])
+        fleet.check(fleet.servers[0])
+        await fleet.replace(fleet.servers[0])
+        await asyncio.sleep(8)
+
+    with pytest.raises(FleetError, match="rollout server 0: SGLang 0.4.9"):
+        watched(work, max_restarts=1)
 
 
 def test_restarts_run_out() -> None:

@@ -30,15 +30,17 @@ SGLANG_KEYS = {
     },
 }  # fmt: skip
 
-FULL = SamplingParams(7, 0.5, ignore_eos=True, stop_token_ids=(1, 2), sampling_seed=9)
+FULL = SamplingParams(
+    7, 0.5, ignore_eos=True, stop_token_ids=(1, 2), sampling_seed=9, top_p=0.9, top_k=5, min_p=0.1
+)
 
 
 def test_bodies_use_keys_that_sglang_knows() -> None:
     tensor = json.loads(protocol.update_weights_from_tensor_body(b"QUJD", "1.4"))
     bodies = {
         "/generate": [
-            protocol.generate_body([1], FULL, "r"),
-            protocol.generate_batch_body([[1], [2]], [FULL, FULL], ["a", "b"]),
+            protocol.generate_body([1], FULL, "r", "1.4"),
+            protocol.generate_batch_body([[1], [2]], [FULL, FULL], ["a", "b"], "1.4"),
             protocol.score_body([1, 2]),
         ],
         "/pause_generation": [protocol.pause_body("retract")],
@@ -65,8 +67,14 @@ def test_generate_body_is_what_it_says() -> None:
         "input_ids": [5, 6],
         "sampling_params": {
             "max_new_tokens": 7, "temperature": 0.5, "ignore_eos": True, "stop_token_ids": [1, 2], "sampling_seed": 9,
+            "top_p": 0.9, "top_k": 5, "min_p": 0.1,
         },
         "return_logprob": True,
+        "return_sampling_mask": True,
+    }  # fmt: skip
+    assert protocol.generate_body([5], SamplingParams(3), "r", "1.4") == {
+        "rid": "r", "input_ids": [5], "sampling_params": {"max_new_tokens": 3, "temperature": 1.0},
+        "return_logprob": True, "extra_key": "1.4",
     }  # fmt: skip
     assert protocol.score_body([4, 5]) == {
         "input_ids": [4, 5],
@@ -85,7 +93,12 @@ def test_sampling_params_survive_the_wire() -> None:
     ("body", "named"),
     [
         ({"max_tokens": 3}, "max_tokens"),
-        ({"top_p": 0.9}, "top_p"),
+        ({"top_p": 0.9}, "top_p = 0.9, min_p = 0.0: need a top_k of 2 to 4096"),
+        ({"min_p": 0.1}, "need a top_k"),
+        ({"top_p": 0.0, "top_k": 5}, "top_p = 0.0"),
+        ({"min_p": 1.5, "top_k": 5}, "min_p = 1.5"),
+        ({"top_k": 1}, "top_k = 1"),
+        ({"top_k": 4097}, "top_k = 4097"),
         ({"max_new_tokens": -1}, "max_new_tokens"),
         ({"max_new_tokens": 2.5}, "max_new_tokens"),
         ({"max_new_tokens": True}, "max_new_tokens"),
@@ -134,6 +147,20 @@ def test_a_reply_is_read() -> None:
     assert protocol.parse_generate(aborted) == GenerateResult((), (), (), "abort")
 
 
+def test_sampling_from_a_part_has_the_renormalised_logprobs() -> None:
+    restricted = changed("meta_info.output_token_sampling_logprobs", [-0.1, -0.2, 0.0])
+    assert protocol.parse_generate(restricted, 10, FULL).logprobs == (-0.1, -0.2, 0.0)
+    assert protocol.parse_generate(restricted, 10, SamplingParams()).logprobs == (-0.5, -1.0, 0.0)
+    for reply in (
+        REPLY,
+        changed("meta_info.output_token_sampling_logprobs", [-0.1, -0.2]),
+        changed("meta_info.output_token_sampling_logprobs", [-0.1, None, -0.2]),
+        changed("meta_info.output_token_sampling_logprobs", [-0.1, 0.5, -0.2]),
+    ):
+        with pytest.raises(ProtocolError, match="output_token_sampling_logprobs"):
+            protocol.parse_generate(reply, 10, FULL)
+
+
 def changed(path: str, value: Any) -> dict[str, Any]:
     """REPLY with the place ``path`` set to ``value``; the value ... removes it."""
     reply = copy.deepcopy(REPLY)
@@ -162,6 +189,7 @@ def span(*pairs: tuple[int, int]) -> list[dict[str, Any]]:
         (changed("meta_info", ...), "meta_info"),
         (changed("meta_info.finish_reason", None), "type"),
         (changed("meta_info.finish_reason", {"type": "error"}), "error"),
+        (changed("meta_info.finish_reason", {"type": "stop", "matched": 8}), "stop token is not the last"),
         (changed("meta_info.output_token_logprobs", ...), "output_token_logprobs"),
         (changed("meta_info.output_token_logprobs", REPLY["meta_info"]["output_token_logprobs"][:2]), "2 entries"),
         (changed("meta_info.output_token_logprobs", [[None, 7], [-1, 8], [0, 9]]), "None"),
@@ -179,15 +207,19 @@ def test_a_reply_that_lacks_something_is_refused(reply: Any, named: str) -> None
 
 
 def test_batch_replies_are_counted() -> None:
-    assert len(protocol.parse_generate_batch([REPLY, REPLY], 2)) == 2
+    assert len(protocol.parse_generate_batch([REPLY, REPLY], [SamplingParams()] * 2)) == 2
     for reply in ([REPLY], REPLY):
         with pytest.raises(ProtocolError, match="list of 2"):
-            protocol.parse_generate_batch(reply, 2)
+            protocol.parse_generate_batch(reply, [SamplingParams()] * 2)
 
 
 def test_scores_are_read() -> None:
     reply = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-1.5, 6, None], [-2.5, 7, None]]}}
     assert protocol.parse_score(reply, [5, 6, 7]) == [-1.5, -2.5]
+    clipped = {"meta_info": {"input_token_logprobs": [[None, 0, None], [-1.5, 0, None], [-2.5, 7, None]]}}
+    assert protocol.parse_score(clipped, [9, 9, 7], vocab_size=10) == [-1.5, -2.5]  # SGLang echoes the last id as 0
+    with pytest.raises(ProtocolError, match="expected"):
+        protocol.parse_score(clipped, [9, 8, 7], vocab_size=10)
     with pytest.raises(ProtocolError, match="expected 2"):
         protocol.parse_score(reply, [5, 6])
     with pytest.raises(ProtocolError, match="expected"):

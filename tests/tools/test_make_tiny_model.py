@@ -118,7 +118,7 @@ def test_the_shipped_model_is_small_and_starts_where_it_should(tool):
     assert 60_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 250_000
     assert not model.config.tie_word_embeddings
     prompts = [tuple(map(int, text)) for text in read_prompts(EXAMPLE / "heldout.jsonl", 8)]
-    assert len(prompts) == 256
+    assert len(prompts) == 512
     torch.set_num_threads(1)
     assert 0.20 <= tool.sampled_accuracy(model, prompts, seed=1, repeats=8) <= 0.32
 
@@ -141,5 +141,5 @@ def test_the_shipped_example_validates():
     settings = EnvironmentConfig(name="modular_sum", heldout=EXAMPLE / "heldout.jsonl")
     assert validate_environment(settings, EXAMPLE / "model", 0, 64) == []
     environment = make_environment(settings, EXAMPLE / "model", 0)
-    assert len(environment.heldout()) == 256
+    assert len(environment.heldout()) == 512
     assert environment.prompt_tokens("31415926") == (3, 1, 4, 1, 5, 9, 2, 6, 10)

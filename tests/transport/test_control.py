@@ -101,6 +101,8 @@ MESSAGES: list[Any] = [
     ProbeResult(np.array([-0.5, -1e-30, -np.inf], np.float32)),
     BatchReady(BATCH),
     BatchReady(Batch(0, ())),
+    control.LeaveStep(7),
+    control.StepLeft(7),
     StepDone(
         StepResult(
             step=17,

@@ -42,6 +42,18 @@ def segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor, n: int) -> Te
     return total.index_add(0, index, kept)[:n]
 
 
+def segment_max(values: Tensor, mask: Tensor, segment_ids: Tensor, n: int) -> Tensor:
+    """Largest unmasked value of each segment, at least 0: float64 [n], detached; nan where one of them is.
+
+    Arguments as of ``segment_sum``.
+    """
+    _require_tokens(values=values, mask=mask, segment_ids=segment_ids)
+    kept = torch.where(mask, values.detach().double(), 0.0)
+    index = torch.where(mask, segment_ids.long(), 0)
+    largest = torch.zeros(max(n, 1), dtype=torch.float64, device=values.device)
+    return largest.scatter_reduce(0, index, kept, "amax")[:n]
+
+
 def token_log_ratios(policy_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
     """log pi_theta - log mu of each token, 0 where masked; float64 [T], detached.
 

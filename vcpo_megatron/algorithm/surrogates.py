@@ -110,23 +110,31 @@ def cispo(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
     return truncated_weights(tokens.log_ratio, bounds.high).clamp(min=bounds.low) * tokens.spread(advantage)
 
 
-def p3o(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """min(r, e) A + (1 - e), e the normalised ESS of the batch's token ratios (arXiv 2605.12380).
+#: Bound of log mu - log pi inside P3O's KL estimate, as in its authors' code.
+P3O_EXPONENT = 10.0
 
-    A sketch from the abstract: "caps the score-function weight and sets the strength of an off-policy
-    regularizer"; the regulariser is taken as the likelihood of the behaviour's samples. Rows of groups
-    without variance take no part.
+
+def p3o(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """min(r, e) A - (1 - e) d KL / d log pi, e the normalised ESS of the batch's token ratios.
+
+    P3O, arXiv 2605.12380 (Fakoor et al.), as its authors' code has it (FeynRL, algs/P3O): a score function whose
+    detached weight is capped at e, and (1 - e) times the estimate log r + 1/r - 1 of KL(pi || mu) on sampled tokens,
+    so its derivative is 1 - 1/r. The KL term needs no reward: it runs over groups of equal rewards, too. There 1/r is
+    bounded at exp(10) in value and loses its gradient beyond; here the gradient stays at that bound, since without it
+    the term would push a token further away that is already too rare.
     """
-    e = tokens.statistic
-    return truncated_weights(tokens.log_ratio, e) * tokens.spread(advantage) + (1.0 - e)
+    e, log_ratio = tokens.statistic, tokens.log_ratio
+    distance = 1.0 - (-log_ratio).clamp(max=P3O_EXPONENT).exp()
+    return truncated_weights(log_ratio, e) * tokens.spread(advantage) - (1.0 - e) * distance
 
 
 def veto(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """PPO's clip with wide bounds; in answers of negative advantage nothing from the first token on whose
-    ratio leaves the bounds (mu-GRPO, arXiv 2605.17570).
+    """PPO's clip with wide bounds; nothing from a trigger on in answers of negative advantage (mu-GRPO, 2605.17570).
 
-    A sketch from the abstract ("relaxed clipping", "negative-advantage veto, which removes post-trigger
-    suffix updates"); the trigger taken here is a ratio outside [low, high].
+    A sketch from the abstract: "relaxed clipping, which preserves useful stale-rollout gradients, with
+    negative-advantage veto, which removes destabilizing post-trigger suffix updates in negative-advantage responses".
+    Chosen here, since the abstract does not say: the trigger is the first token whose ratio leaves [low, high]; the
+    bounds are 0.2 and 5; the trigger's own update goes, too (above ``high`` the clip leaves it open, without bound).
     """
     log_ratio = tokens.log_ratio
     outside = ((log_ratio.exp() < bounds.low) | (log_ratio.exp() > bounds.high)) & tokens.mask

@@ -75,7 +75,7 @@ def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> int:
     """Write a folder of random weights (a few million numbers, over and over); returns their bytes."""
     folder.mkdir(parents=True)
     sizes = tensors(model_shape(config))
-    writer = FolderWriter(folder, sizes, torch.bfloat16, 10**9)
+    writer = FolderWriter(folder, sizes, dict.fromkeys(sizes, torch.bfloat16), 10**9)
     pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(seed)).mul_(0.02).to(torch.bfloat16)
     for name, size in sizes.items():
         count = torch.Size(size).numel()

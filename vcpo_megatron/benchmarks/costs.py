@@ -11,21 +11,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: As in learner.weight_gradients: longest trajectory in a batched Gram product, block of a triangular one.
-BATCHED_TOKENS, GRAM_BLOCK = 64, 256
-
 
 @dataclass(frozen=True)
 class Machine:
-    """What a device sustains; ``pass_flops``: learner.weight_gradients.PASS_FLOPS_*."""
+    """What a device sustains; the last three as ``learner.weight_gradients.constants``."""
 
     flops: float
     bytes_per_s: float
     pass_flops: int
+    batched_tokens: int
+    gram_block: int
 
 
 #: By data sheet, not measured: a bf16 matrix product at 40 % of peak, HBM3.
-H100 = Machine(400e12, 3.35e12, 1500)
+H100 = Machine(400e12, 3.35e12, 1500, 64, 256)
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,13 @@ def accumulate_limit(d_in: int, d_out: int, machine: Machine, *, shared: bool = 
     return min(edge, math.isqrt(passes * edge) if shared else passes // 2)
 
 
-def gram_flops(tokens: int, d_in: int, d_out: int) -> int:
+def gram_flops(tokens: int, d_in: int, d_out: int, machine: Machine) -> int:
     """Of <A A^T, G G^T>, by the lower triangle for long ones; the padding of mixed short ones is left out."""
-    if tokens <= BATCHED_TOKENS:
+    if tokens <= machine.batched_tokens:
         return 2 * tokens * tokens * (d_in + d_out)
     pairs = 0
-    for start in range(0, tokens, GRAM_BLOCK):
-        rows = min(GRAM_BLOCK, tokens - start)
+    for start in range(0, tokens, machine.gram_block):
+        rows = min(machine.gram_block, tokens - start)
         pairs += rows * (rows + start)
     return 2 * pairs * (d_in + d_out)
 
@@ -88,15 +87,15 @@ def extra_flops(mode: str, tokens: int, d_in: int, d_out: int, machine: Machine)
     product = 2 * tokens * d_in * d_out
     if mode == "accumulate":
         short = tokens <= accumulate_limit(d_in, d_out, machine)
-        return gram_flops(tokens, d_in, d_out) + product if short else 0
+        return gram_flops(tokens, d_in, d_out, machine) + product if short else 0
     if mode == "accumulate_shared":
         short = tokens <= accumulate_limit(d_in, d_out, machine, shared=True)
-        return gram_flops(tokens, d_in, d_out) if short else 0
+        return gram_flops(tokens, d_in, d_out, machine) if short else 0
     short = tokens <= crossover(d_in, d_out)
     if mode == "deferred":
-        return gram_flops(tokens, d_in, d_out) if short else 0
+        return gram_flops(tokens, d_in, d_out, machine) if short else 0
     if mode == "two_pass":  # a forward, an input gradient, and norms
-        return 2 * product + (gram_flops(tokens, d_in, d_out) if short else product)
+        return 2 * product + (gram_flops(tokens, d_in, d_out, machine) if short else product)
     if mode in ("proxy", "reference"):
         return 0
     raise ValueError(f"unknown mode {mode!r}")

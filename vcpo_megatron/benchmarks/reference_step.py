@@ -1,7 +1,8 @@
 """The published implementation's way to OPOB on one rank, as the baseline to beat; written from its description.
 
 One trajectory a micro-batch, w_i inside the loss, the norm read from a full gradient buffer after every
-backward, and two more buffers of the gradient's size: the sum over the batch and S_g of the group.
+backward, and two more buffers of the gradient's size, made anew in every step: the sum over the batch and S_g of
+the group. Passes over full buffers a trajectory: zeroed, added to by the backward, squared, added to both sums.
 """
 
 from __future__ import annotations
@@ -30,19 +31,20 @@ class ReferenceStep:
         self._parallel = parallel
         self._trainable = trainable
         self._gradients = [p.main_grad for chunk in trainable.chunks for p in chunk.parameters()]
-        self._total = [torch.zeros_like(g) for g in self._gradients]
-        self._sums = [torch.zeros_like(g) for g in self._gradients]
+        self._total: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
 
     def run(self, batch: Batch, version: PolicyVersion) -> StepResult:
         """One step with OPOB; ESS scaling, which costs nothing, is left out."""
         groups = batch_rows(batch)
         sampled = torch.tensor([row.trajectory.num_sampled for group in groups for row in group])
         coefficients = normalization.token_coefficients("sequence_token_mean", sampled, 1)
-        torch._foreach_zero_(self._total)
+        self._total = [torch.zeros_like(g) for g in self._gradients]
+        self._sums = [torch.zeros_like(g) for g in self._gradients]
         for group in groups:
             self._group(group, coefficients)
-        for gradient, total in zip(self._gradients, self._total, strict=True):
-            gradient.copy_(total)
+        torch._foreach_copy_(self._gradients, self._total)
+        self._total, self._sums = [], []
         self._trainable.optimizer_step(self._trainable.scheduled_learning_rate())
         return StepResult(batch.step, version, "", {}, ())
 

@@ -30,9 +30,9 @@ from ..config.run_directory import RunDirectory
 from ..observability.sinks import read_rows
 from ..orchestrator.store import RolloutStore
 
-#: Role -> end of the module's name in its command line.
-MODULES = {"learner": "vcpo_megatron.learner", "orchestrator": "vcpo_megatron.orchestrator",
-           "server": "vcpo_megatron.rollout.embedded"}  # fmt: skip
+#: Role -> modules, one of which is in its command line.
+MODULES = {"learner": {"vcpo_megatron.learner"}, "orchestrator": {"vcpo_megatron.orchestrator"},
+           "server": {"vcpo_megatron.rollout.embedded", "sglang.launch_server"}}  # fmt: skip
 #: A start, with its imports, or an end may take so long.
 PATIENCE_S = 600.0
 
@@ -87,7 +87,7 @@ class Attempts:
         found = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                if MODULES[role] in process.cmdline():
+                if MODULES[role] & set(process.cmdline()):
                     found.append(process)
             except psutil.Error:
                 continue  # it has just ended

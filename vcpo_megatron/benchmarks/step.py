@@ -13,9 +13,8 @@ import math
 import os
 import socket
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ import torch
 
 from ..config.models import RunConfig
 from ..types import Batch, Group, PolicyVersion, Trajectory, Turn, VersionSpan
+from . import floors
 
 #: Shapes by name: hidden, layers, ffn, heads, vocabulary. All heads have 64 dimensions, embeddings are not tied.
 SHAPES = {"1M": (128, 3, 384, 2, 1024), "10M": (256, 8, 1024, 4, 4096), "60M": (640, 10, 1792, 10, 8192)}
@@ -40,7 +40,10 @@ CONTENDERS = (*MODES, "reference")
 
 @dataclass(frozen=True)
 class Work:
-    """groups of group_size trajectories whose lengths are log-normal with this median."""
+    """groups of group_size trajectories whose lengths are log-normal with this median.
+
+    rewards  distinct (drawn), or binary (0 and 1 by turns), as those of a checked answer are
+    """
 
     model: str
     median: int
@@ -48,6 +51,15 @@ class Work:
     group_size: int
     pack_tokens: int = 4096
     seed: int = 0
+    rewards: str = "distinct"
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """(d_in, d_out) of every linear layer of the model."""
+        hidden, layers, ffn, heads, vocabulary = SHAPES[self.model]
+        inner = 64 * heads
+        layer = [(hidden, 3 * inner), (inner, hidden), (hidden, 2 * ffn), (ffn, hidden)]
+        return [*(layer * layers), (hidden, vocabulary)]
 
 
 @dataclass(frozen=True)
@@ -67,19 +79,38 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
+    """lengths: tokens of every trajectory that go through the model; rates: of the machine, between the rounds."""
+
     work: Work
     parameters: int
-    tokens: int
+    lengths: tuple[int, ...]
     outcomes: tuple[Outcome, ...]
+    rates: floors.Rates
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
 
     def ratio(self, name: str, over: str = "plain") -> float:
         """Median over rounds of the ratio of seconds inside one round."""
         by_name = {outcome.name: outcome.seconds for outcome in self.outcomes}
         return statistics.median(a / b for a, b in zip(by_name[name], by_name[over], strict=True))
 
+    def floor(self, name: str) -> float:
+        """Seconds that ``name`` takes at least beyond a plain step, by the formulas at the rates measured."""
+        if name in ("plain", "proxy"):
+            return 0.0
+        shared = name == "accumulate" and self.work.rewards == "binary"
+        way = "accumulate_shared" if shared else name
+        return floors.extra_seconds(way, self.lengths, self.work.linears, self.parameters, self.rates)
+
     def as_json(self) -> dict[str, object]:
-        rows = [{**asdict(o), "median": o.median, "ratio_to_plain": self.ratio(o.name)} for o in self.outcomes]
-        return {"work": asdict(self.work), "parameters": self.parameters, "tokens": self.tokens, "outcomes": rows}
+        rows = [
+            {**asdict(o), "median": o.median, "ratio_to_plain": self.ratio(o.name), "floor": self.floor(o.name)}
+            for o in self.outcomes
+        ]
+        return {"work": asdict(self.work), "parameters": self.parameters, "tokens": self.tokens,
+                "rates": asdict(self.rates), "outcomes": rows}  # fmt: skip
 
 
 def make_config(folder: Path, work: Work, keys: dict[str, str]) -> RunConfig:
@@ -105,7 +136,7 @@ def make_batch(work: Work) -> Batch:
     draw = np.random.default_rng(work.seed)
     vocabulary = SHAPES[work.model][4]
     version = PolicyVersion(1, 0)
-    groups = []
+    groups, spread = [], 0.1 if work.rewards == "distinct" else 0.0
     for g in range(work.groups):
         members = []
         for s in range(work.group_size):
@@ -115,7 +146,7 @@ def make_batch(work: Work) -> Batch:
             turn = Turn(PROMPT, length, "length", (VersionSpan(PROMPT, length, version),))
             members.append(Trajectory(
                 g, s, f"p{g}", PROMPT, draw.integers(0, vocabulary, length).astype(np.int32),
-                np.arange(length) >= PROMPT, behavior, (turn,), float(s % 2 + 0.1 * draw.normal()),
+                np.arange(length) >= PROMPT, behavior, (turn,), s % 2 + spread * draw.normal(),
             ))  # fmt: skip
         groups.append(Group(g, f"p{g}", tuple(members)))
     return Batch(0, tuple(groups))
@@ -169,37 +200,32 @@ class Bench:
 
     def step(self, name: str) -> float:
         """Seconds of one step: of the device on GPUs, of this process's processor time on CPUs."""
-        started = _clock()
+        started = floors.clock()
         result = self._steps[name].run(self.batch, PolicyVersion(1, 1))
+        assert result is not None  # nobody asks to leave it
         if result.skipped:
             raise RuntimeError(f"the step of {name} was skipped: {result.skipped}")
-        return _clock() - started
+        return floors.clock() - started
 
     def compare(self, rounds: int, say: Callable[[str], None] = lambda line: None) -> Comparison:
         """A B C, A B C, ... after one step of each, in which memory is measured."""
         self.step(next(iter(self._steps)))  # the optimizer's state belongs to no contender
         seconds: dict[str, list[float]] = {name: [] for name in self._steps}
-        transient = {}
+        lengths = tuple(len(t.tokens) - 1 for group in self.batch.groups for t in group.trajectories)
+        typical, found, transient = int(statistics.median(lengths)), [], {}
         for name in self._steps:
             transient[name] = peak_bytes(name, self.step)
         for number in range(rounds):
             for name in self._steps:
                 seconds[name].append(self.step(name))
+            found.append(floors.measure(*self.work.linears[2], typical))
             say(f"  round {number + 1}: " + "  ".join(f"{n} {s[-1]:.2f} s" for n, s in seconds.items()))
         outcomes = tuple(
             Outcome(name, tuple(seconds[name]), transient[name], step.accumulators * 4 * self.parameters)
             for name, step in self._steps.items()
         )
-        tokens = sum(len(t.tokens) - 1 for group in self.batch.groups for t in group.trajectories)
-        return Comparison(self.work, self.parameters, tokens, outcomes)
-
-
-def _clock() -> float:
-    """Wall time once the GPU is idle; on CPUs processor time, which other processes do not stretch."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
+        rates = floors.Rates(*(statistics.median(getattr(r, f.name) for r in found) for f in fields(floors.Rates)))
+        return Comparison(self.work, self.parameters, lengths, outcomes, rates)
 
 
 def peak_bytes(name: str, step: Callable[[str], float]) -> int:
@@ -224,17 +250,22 @@ def peak_bytes(name: str, step: Callable[[str], float]) -> int:
 
 def table(comparison: Comparison) -> str:
     """What is printed for people."""
-    work, mib = comparison.work, 2.0**20
+    work, rates, mib = comparison.work, comparison.rates, 2.0**20
     lines = [
         f"{work.model} model ({comparison.parameters:,} parameters), {work.groups} groups of {work.group_size}, "
-        f"median answer {work.median}, {comparison.tokens:,} tokens a step",
-        "way           seconds  x plain  x faster than reference  buffers MiB  peak MiB",
+        f"median answer {work.median}, {work.rewards} rewards, {comparison.tokens:,} tokens a step",
+        f"  {rates.product / 1e9:.0f} GFLOP/s in products, {rates.far / 1e9:.0f} GB/s in memory, "
+        f"{rates.near / 1e9:.0f} GB/s in cache: linear layers of a plain step take "
+        f"{floors.plain_seconds(comparison.lengths, work.linears, rates):.2f} s",
+        "way           seconds  x plain  beyond plain s  floor s  x faster than reference  buffers MiB  peak MiB",
     ]
+    plain = next((o.median for o in comparison.outcomes if o.name == "plain"), math.nan)
     names = {outcome.name for outcome in comparison.outcomes}
     for o in comparison.outcomes:
         faster = f"{1 / comparison.ratio(o.name, 'reference'):.2f}" if "reference" in names else "-"
         lines.append(
-            f"{o.name:<12} {o.median:>8.2f} {comparison.ratio(o.name):>8.2f} {faster:>24} "
+            f"{o.name:<12} {o.median:>8.2f} {comparison.ratio(o.name):>8.3f} {o.median - plain:>15.2f} "
+            f"{comparison.floor(o.name):>8.2f} {faster:>24} "
             f"{o.persistent / mib:>12.1f} {o.transient / mib:>9.1f}"
         )
     return "\n".join(lines)

@@ -2,7 +2,9 @@
 
 A group is admitted, its trajectories are written as they end, in the transactions that ``Recorder`` makes of what
 came in while the last one was being written, and batches of groups are marked as trained: what a run asks of the
-store. The core's time and the time that waits for the disk are measured apart, since either may be the limit.
+store. ``measure`` has a fixed number of writers that each wait for their last trajectory; ``offer`` has trajectories
+end at the pace of a run, which waits for none of them. The core's time and the time that waits for the disk are
+measured apart, since either may be the limit.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,6 +52,18 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "cpu_share": self.cpu_share, "bound": self.bound}
+
+
+@dataclass(frozen=True)
+class Offered:
+    """What became of trajectories that end at a steady pace. ``offered``: groups a minute; latencies in seconds."""
+
+    offered: float
+    groups_per_minute: float
+    median_s: float
+    p99_s: float
+    cpu_s_per_group: float
+    transactions_per_group: float
 
 
 @contextmanager
@@ -114,36 +128,90 @@ def _admit(recorder: Recorder, group: list[Trajectory]) -> None:
     )
 
 
-def measure(folder: Path, *, groups: int, size: int, tokens: int, writers: int) -> Result:
-    """Write ``groups`` groups into a new store in ``folder``."""
-    rng = np.random.default_rng(0)
-    made = [[trajectory(group, sample, tokens, rng) for sample in range(size)] for group in range(groups)]
+class _Counting(RolloutStore):
+    """A store that counts its transactions: one fsync each."""
+
     transactions = 0
 
-    class Counting(RolloutStore):
-        @contextmanager
-        def transaction(self) -> Iterator[None]:
-            nonlocal transactions
-            transactions += not self._in_transaction
-            with super().transaction():
-                yield
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        self.transactions += not self._in_transaction
+        with super().transaction():
+            yield
 
-    path = folder / f"rollouts-{writers}.sqlite"
 
-    async def main() -> tuple[float, float]:
-        recorder = Recorder(lambda: Counting(path))
+@dataclass(frozen=True)
+class _Spent:
+    """Seconds of wall clock and of the core, and transactions, of some work with a recorder."""
+
+    wall: float
+    cpu: float
+    transactions: int
+
+
+def _spend(path: Path, work: Callable[[Recorder], Awaitable[None]]) -> _Spent:
+    """Do ``work`` with a new store at ``path``."""
+
+    async def main() -> _Spent:
+        recorder = Recorder(lambda: _Counting(path))
         await recorder.open()
         wall, cpu = time.perf_counter(), time.process_time()
-        await _run(recorder, made, writers)
-        spent = time.perf_counter() - wall, time.process_time() - cpu
+        await work(recorder)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        transactions = await recorder.write(lambda store: store.transactions)  # type: ignore[attr-defined]
         await recorder.finish("run ended")
-        return spent
+        return _Spent(wall, cpu, transactions - 1)  # without the one that reads it
 
-    wall, cpu = asyncio.run(main())
-    return Result(writers, groups, 60 * groups / wall, cpu / groups, transactions / groups, path.stat().st_size)
+    return asyncio.run(main())
 
 
-def table(results: list[Result], fsync_s: float) -> str:
+def _made(groups: int, size: int, tokens: int) -> list[list[Trajectory]]:
+    rng = np.random.default_rng(0)
+    return [[trajectory(group, sample, tokens, rng) for sample in range(size)] for group in range(groups)]
+
+
+def measure(folder: Path, *, groups: int, size: int, tokens: int, writers: int) -> Result:
+    """Write ``groups`` groups into a new store in ``folder``."""
+    made, path = _made(groups, size, tokens), folder / f"rollouts-{writers}.sqlite"
+    spent = _spend(path, lambda recorder: _run(recorder, made, writers))
+    return Result(
+        writers, groups, 60 * groups / spent.wall, spent.cpu / groups, spent.transactions / groups, path.stat().st_size
+    )
+
+
+async def _offer(recorder: Recorder, groups: list[list[Trajectory]], interval_s: float, seconds: list[float]) -> None:
+    """Trajectories end every ``interval_s``, whatever the store does; ``seconds`` until each is durable."""
+    started, pending = time.perf_counter(), list[asyncio.Future[bool]]()
+
+    def ended(due: float) -> Callable[[object], None]:
+        return lambda _: seconds.append(time.perf_counter() - due)
+
+    for number, member in enumerate(member for group in groups for member in group):
+        due = started + number * interval_s
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        if member.sample_index == 0:
+            _admit(recorder, groups[member.group_id])
+        pending.append(recorder.submit(lambda store, member=member: store.add_trajectory(member)))  # type: ignore[misc]
+        pending[-1].add_done_callback(ended(due))
+        if (number + 1) % (_GROUPS_PER_STEP * len(groups[0])) == 0:
+            step = member.group_id // _GROUPS_PER_STEP
+            ids = list(range(step * _GROUPS_PER_STEP, member.group_id + 1))
+            recorder.submit(lambda store, step=step, ids=ids: store.mark_trained(step, [], ids, [0] * len(ids)))  # type: ignore[misc]
+    await asyncio.gather(*pending)
+
+
+def offer(folder: Path, *, groups: int, size: int, tokens: int, groups_per_minute: float) -> Offered:
+    """Let trajectories end at a steady pace, one after the other, and see whether the store keeps up."""
+    made, seconds = _made(groups, size, tokens), list[float]()
+    interval_s = 60 / groups_per_minute / size
+    spent = _spend(folder / "offered.sqlite", lambda recorder: _offer(recorder, made, interval_s, seconds))
+    half, last = statistics.quantiles(seconds, n=100)[49::49]
+    return Offered(
+        groups_per_minute, 60 * groups / spent.wall, half, last, spent.cpu / groups, spent.transactions / groups
+    )
+
+
+def table(results: list[Result], offered: Offered, fsync_s: float) -> str:
     """The results as text."""
     lines = ["writers  groups/min  core ms/group  transactions/group  core busy  limit"]
     lines += [
@@ -151,4 +219,11 @@ def table(results: list[Result], fsync_s: float) -> str:
         f"{r.transactions_per_group:>18.2f}  {r.cpu_share:>9.0%}  {r.bound}"
         for r in results
     ]
-    return "\n".join([*lines, f"one fsync takes {1000 * fsync_s:.2f} ms here; the target is {TARGET:,.0f} groups/min"])
+    lines += [
+        f"one fsync takes {1000 * fsync_s:.2f} ms here; the target is {TARGET:,.0f} groups/min",
+        f"{offered.offered:,.0f} groups/min offered, one trajectory after the other: {offered.groups_per_minute:,.0f} "
+        f"written; a trajectory is durable after {1000 * offered.median_s:.0f} ms, 99 % after "
+        f"{1000 * offered.p99_s:.0f} ms; {offered.transactions_per_group:.2f} transactions and "
+        f"{1000 * offered.cpu_s_per_group:.2f} ms of the core a group",
+    ]
+    return "\n".join(lines)

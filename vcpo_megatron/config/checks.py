@@ -16,6 +16,7 @@ from .model_folder import generation_problems, read_model, tokenizer_problems, w
 from .model_shape import ModelShape
 from .models import RunConfig
 from .run_directory import RunDirectory
+from .servers import server_problems
 
 
 def problems(config: RunConfig) -> list[str]:
@@ -26,6 +27,7 @@ def problems(config: RunConfig) -> list[str]:
         *_generation(config),
         *_training(config),
         *_rollout(config),
+        *server_problems(config),
         *_replay(config),
         *_files(config),
         *_ports(config),
@@ -106,6 +108,11 @@ def _experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         yield (
             f"parallel.expert_tensor = {parallel.expert_tensor}: does not divide the {experts.ffn_hidden_size} units "
             f"of an expert of {path}"
+        )
+    if experts.shared_ffn_hidden_size % parallel.tensor:
+        yield (
+            f"parallel.tensor = {parallel.tensor}: does not divide the {experts.shared_ffn_hidden_size} units of the "
+            f"shared expert of {path}"
         )
     if parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
         yield (
@@ -224,7 +231,7 @@ def _training(config: RunConfig) -> Iterator[str]:
 def _rollout(config: RunConfig) -> Iterator[str]:
     """A group keeps to one server, and the learner waits for its slowest member: it must run as a whole."""
     rollout, train = config.rollout, config.train
-    has_servers = rollout.engine == "embedded"
+    has_servers = rollout.fleet_size > 0
     if has_servers and rollout.max_running_requests < train.group_size:
         yield (
             f"rollout.max_running_requests = {rollout.max_running_requests}: below train.group_size = "
@@ -232,9 +239,10 @@ def _rollout(config: RunConfig) -> Iterator[str]:
         )
     # Every group in flight needs a server: admitted at most (k + 1) groups_per_step at a time.
     in_flight = (config.staleness.max_staleness + 1) * train.groups_per_step
-    if has_servers and rollout.servers > in_flight:
+    if has_servers and rollout.fleet_size > in_flight:
+        named = f"addresses = {list(rollout.addresses)}" if rollout.addresses else f"servers = {rollout.servers}"
         yield (
-            f"rollout.servers = {rollout.servers}: at most (max_staleness + 1) x groups_per_step = {in_flight} "
+            f"rollout.{named}: at most (max_staleness + 1) x groups_per_step = {in_flight} "
             "groups are in flight, some servers would never get one; lower it"
         )
     if train.max_pack_tokens <= rollout.max_new_tokens:
@@ -292,7 +300,7 @@ def _ports(config: RunConfig) -> Iterator[str]:
     launch, rollout = config.launch, config.rollout
     claims: dict[int, str] = {}
     wanted = [(launch.control_port, "launch.control_port"), (launch.master_port, "launch.master_port")]
-    if rollout.port and rollout.engine == "embedded":
+    if rollout.port and rollout.started:
         last = rollout.port + rollout.servers - 1
         if last > 65535:
             yield f"rollout.port = {rollout.port}: with {rollout.servers} servers the last port would be {last}"
@@ -310,6 +318,7 @@ def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         ("tensor", shape.num_attention_heads, "attention heads"),
         ("tensor", shape.num_key_value_heads, "key-value heads"),
         ("tensor", shape.ffn_hidden_size, "units of the MLP"),
+        *(("tensor", rows, "rows of a latent projection") for rows in (shape.latent.cut_rows if shape.latent else ())),
         ("pipeline", shape.num_layers, "layers"),
     ):
         if size % (ways := getattr(parallel, name)):

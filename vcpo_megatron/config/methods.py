@@ -11,6 +11,7 @@ method whose functions exist is one row here; a new surrogate is one function in
     statistic  one number of the whole batch that the surrogate needs first, for which every pack takes
                another forward (``algorithm.surrogates.STATISTICS``); "" when none
     ratio_low, ratio_high   bounds of the ratio, absolute (PPO's 1 - eps and 1 + eps)
+    whole_batch   the surrogate has terms without an advantage: groups of equal rewards have a gradient, too
 
 The papers are cited at the functions. Rows marked *sketch* are written from an abstract, not from code.
 """
@@ -42,6 +43,7 @@ class Method:
     loss_normalization: str = "sequence_token_mean"
     ratio_low: float = 0.0
     ratio_high: float = math.inf
+    whole_batch: bool = False
 
     @property
     def linear(self) -> bool:
@@ -86,8 +88,8 @@ METHODS: Mapping[str, Method] = {
                    statistic="second_moment", loss_normalization="token_mean"),
     "cispo": Method("clipped, detached token weights", surrogate="cispo", loss_normalization="token_mean",
                     ratio_high=5.0),
-    "p3o": Method("sketch: token ratios capped at the batch's ESS, the rest goes to the behaviour's likelihood",
-                  surrogate="p3o", statistic="token_ess"),
+    "p3o": Method("token ratios capped at the batch's ESS, which also sets the weight of KL to the behaviour",
+                  surrogate="p3o", statistic="token_ess", loss_normalization="token_mean", whole_batch=True),
     "mu_grpo": Method("sketch: wide clip, no updates behind a veto in negative answers", surrogate="veto",
                       ratio_low=0.2, ratio_high=5.0),
     "asymmetric": Method("sequence ratios for negative answers only, capped at 1", surrogate="asymmetric"),

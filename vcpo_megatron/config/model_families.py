@@ -84,7 +84,33 @@ QWEN3_MOE = ConfigRules(
     experts="qwen",
 )  # fmt: skip
 
-FAMILIES = (QWEN2, QWEN3, LLAMA, MISTRAL, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
+DEEPSEEK_V3 = ConfigRules(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    defaults={
+        **_COMMON, "max_position_embeddings": 4096, "num_key_value_heads": 128, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
+        "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_nextn_predict_layers": 1,
+    },
+    required_values={
+        **_NO_ATTENTION_BIAS, "norm_topk_prob": True, "rope_interleave": True, "moe_layer_freq": 1,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    },
+    experts="deepseek",
+    shared="mlp.shared_experts",
+    latent=True,
+    unused_layers="num_nextn_predict_layers",
+)  # fmt: skip
+
+FAMILIES = (QWEN2, QWEN3, LLAMA, MISTRAL, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3)
+
+
+#: Architectures that were looked at, and why they are not supported.
+_REFUSED = {
+    "GptOssForCausalLM": " (attention sinks, and biases of experts, routers and output projections, have no exact "
+    "per-trajectory gradient here; its experts are stored in mxfp4)",
+}
 
 
 def rules_for(config: Mapping[str, Any]) -> ConfigRules:
@@ -102,8 +128,9 @@ def rules_for(config: Mapping[str, Any]) -> ConfigRules:
         named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else repr(architectures)
     else:
         named = f"model_type {config.get('model_type')!r}"
+    reason = _REFUSED.get(named, "")
     supported = ", ".join(rules.architecture for rules in FAMILIES)
-    raise ShapeError([f"the architecture {named} is not supported; supported: {supported}"])
+    raise ShapeError([f"the architecture {named} is not supported{reason}; supported: {supported}"])
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:

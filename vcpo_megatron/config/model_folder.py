@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -64,6 +66,8 @@ def weight_problems(folder: Path, shape: ModelShape) -> list[str]:
     except ConfigError as error:
         return error.problems
     expected = tensors(shape)
+    if fused := fused_experts(found):
+        return [f"model.path: {folder}: {fused}"]
     missing = [name for name in expected if name not in found]
     wrong = [name for name, size in expected.items() if name in found and found[name].shape != size]
     foreign = [name for name in expected if name in found and found[name].dtype not in _WEIGHT_BYTES]
@@ -86,6 +90,20 @@ def weight_problems(folder: Path, shape: ModelShape) -> list[str]:
             f"{found[name].dtype}; only {', '.join(_WEIGHT_BYTES)} are); use the unquantised model"
         )
     return problems
+
+
+def fused_experts(names: Iterable[str]) -> str:
+    """What is wrong with a folder whose experts are stacked in one tensor a layer; "" when they are not.
+
+    transformers 5 keeps them so in memory; what engines read, and what it writes by default, names each expert.
+    """
+    found = next((name for name in names if re.search(r"\.experts\.(gate_up_proj|down_proj)", name)), None)
+    if found is None:
+        return ""
+    return (
+        f"{found} holds all experts of a layer in one tensor, which is not supported; load the folder with "
+        "transformers and write it with save_pretrained(..., save_original_format=True)"
+    )
 
 
 def _stored_tensors(folder: Path) -> tuple[dict[str, _Stored], list[str]]:
@@ -167,12 +185,15 @@ def _is_count(value: Any) -> bool:
 
 
 def tokenizer_problems(folder: Path, shape: ModelShape) -> list[str]:
-    """What is wrong with tokenizer.json for a model of ``shape``."""
+    """What is wrong with tokenizer.json for a model of ``shape``, or with tokenizer_config.json."""
     path = folder / "tokenizer.json"
     try:
         content = read_json(path)
+        settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     except ConfigError as error:
         return error.problems
+    if problem := _settings_fault(settings):
+        return [f"model.path: {folder / 'tokenizer_config.json'} {problem}; the file is broken or foreign"]
     model = content.get("model") if isinstance(content, dict) else None
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, (dict, list)):
@@ -191,6 +212,21 @@ def tokenizer_problems(folder: Path, shape: ModelShape) -> list[str]:
             "the tokenizer belongs to another model"
         ]
     return []
+
+
+def _settings_fault(settings: Any) -> str:
+    """What is wrong with the content of tokenizer_config.json; "" when nothing is."""
+    if not isinstance(settings, dict):
+        return "holds no JSON object"
+    template = settings.get("chat_template")
+    templates = template if isinstance(template, list) else [{"template": template or ""}]
+    if not all(isinstance(item, dict) and isinstance(item.get("template"), str) for item in templates):
+        return "has a chat_template that is neither text nor a list of named texts"
+    for key, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and not isinstance(text, str | bool | None):
+            return f"has {key} = {value!r}, which is no token"
+    return ""
 
 
 # --- generation_config.json -------------------------------------------------------------------

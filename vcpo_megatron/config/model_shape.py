@@ -1,7 +1,7 @@
 """What a Hugging Face config.json says about a decoder: ``ModelShape``. No torch.
 
 Everything that is needed to build the same network, and nothing that must be guessed: an option which
-the built network would not honour (a sliding window, another activation, a soft cap) is refused by
+the built network would not honour (another activation, a soft cap) is refused by
 name, because weights would load and answers would silently differ.
 """
 
@@ -11,7 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .experts import Experts, read_experts
+from .hf_values import positive, positive_float
+from .latent_attention import LatentAttention, latent_tensors, read_latent
 from .rope import Rope, read_rope
+from .window import Window, read_window
 
 #: Keys of config.json that are positive integers in every family.
 SIZES = (
@@ -45,31 +49,13 @@ class ShapeError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
-    """The mixture of experts in place of the MLP of the layers that ``ModelShape.is_moe`` names.
-
-    count, top_k        routed experts, and how many of them each token goes to
-    ffn_hidden_size     width of one routed expert
-    shared_ffn_hidden_size  width of the expert that every token goes to, weighted by a sigmoid gate; 0: none
-    normalize_top_k     the chosen experts' softmax probabilities are divided by their sum
-    dense_layers        layers that keep a plain MLP
-    """
-
-    count: int
-    top_k: int
-    ffn_hidden_size: int
-    shared_ffn_hidden_size: int
-    normalize_top_k: bool
-    dense_layers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ModelShape:
     """A decoder with RMSNorm, rotary positions, grouped-query attention and gated SiLU MLPs or experts.
 
     ``vocab_size`` is the number of rows of the HF embedding, unpadded; ``head_dim`` times the number of heads
     need not be ``hidden_size``. ``ffn_hidden_size`` is the width of dense MLPs. ``qkv_bias`` puts biases on q, k
-    and v only; no other linear layer has one.
+    and v only; no other linear layer has one. With latent attention every head has a key head of its own, and
+    ``head_dim`` is that of queries and keys. ``unused_layers`` follow the last one in the weights' files.
     """
 
     architecture: str
@@ -87,6 +73,9 @@ class ModelShape:
     qk_norm: bool
     max_position_embeddings: int
     experts: Experts | None = None
+    latent: LatentAttention | None = None
+    unused_layers: int = 0
+    window: Window | None = None
 
     @property
     def q_size(self) -> int:
@@ -115,12 +104,16 @@ class ConfigRules:
     defaults         what transformers assumes for a key that config.json leaves out
     required_values  keys of which only one value is supported
     qkv_bias, qk_norm  what the architecture has, whatever config.json says
-    window           how an active sliding window is found: "none" (the family knows no windows), "switch"
-                     (use_sliding_window and the layers it names), "on" (use_sliding_window: some layer has it),
-                     "width" (sliding_window alone)
+    window           how a sliding window is found: "none" (the family knows no windows), "switch" (use_sliding_window
+                     and layer_types, or else the layers from max_window_layers on), "on" (the same, but layers can be
+                     told by layer_types only), "width" (sliding_window, in every layer)
     experts          how experts are described: "none", "mixtral" (every layer, intermediate_size wide), "qwen"
-                     (decoder_sparse_step, mlp_only_layers, moe_intermediate_size) or "qwen-shared" (and a shared one)
+                     (decoder_sparse_step, mlp_only_layers, moe_intermediate_size), "qwen-shared" (and a shared one)
+                     or "deepseek" (n_routed_experts, first_k_dense_replace, groups)
     moe, expert      HF names of the block with the experts, and of gate, up and down of an expert
+    shared           HF name of the shared expert
+    latent           attention is latent, with default or yarn rope
+    unused_layers    key that counts layers behind the last one, which only speculative decoding uses
     """
 
     architecture: str
@@ -133,6 +126,9 @@ class ConfigRules:
     experts: str = "none"
     moe: str = "mlp"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "mlp.shared_expert"
+    latent: bool = False
+    unused_layers: str = ""
 
 
 def read_shape(config: Mapping[str, Any], rules: ConfigRules) -> ModelShape:
@@ -140,9 +136,20 @@ def read_shape(config: Mapping[str, Any], rules: ConfigRules) -> ModelShape:
     values = {**rules.defaults, **config}
     problems = _unsupported(values, rules)
     sizes = _sizes(values, problems)
+    latent = read_latent(values, problems) if rules.latent else None
+    if latent is not None:
+        sizes["head_dim"] = latent.head_dim
+        if sizes["num_key_value_heads"] != sizes["num_attention_heads"]:
+            problems.append("num_key_value_heads must be num_attention_heads where attention is latent")
     rope = read_rope(values, sizes["max_position_embeddings"], problems)
-    norm_eps = _positive_float(values, "rms_norm_eps", problems)
-    experts = _experts(values, rules, sizes, problems)
+    norm_eps = positive_float(values, "rms_norm_eps", problems)
+    if latent is not None and rope.kind not in ("default", "yarn"):
+        problems.append(f"rope_type = {rope.kind!r} is not supported with latent attention (only 'default', 'yarn')")
+    experts = read_experts(values, rules.experts, sizes, problems)
+    window = read_window(values, rules.window, sizes, problems)
+    unused = values.get(rules.unused_layers) or 0
+    if not isinstance(unused, int) or unused < 0:
+        problems.append(f"{rules.unused_layers} = {unused!r} is no number of layers")
     tied = values.get("tie_word_embeddings")
     if not isinstance(tied, bool | None):
         problems.append(f"tie_word_embeddings = {tied!r} is not true or false")
@@ -164,6 +171,9 @@ def read_shape(config: Mapping[str, Any], rules: ConfigRules) -> ModelShape:
         qk_norm=rules.qk_norm,
         max_position_embeddings=sizes["max_position_embeddings"],
         experts=experts,
+        latent=latent,
+        unused_layers=unused,
+        window=window,
     )
 
 
@@ -183,8 +193,6 @@ def _unsupported(values: Mapping[str, Any], rules: ConfigRules) -> list[str]:
             f"model_type = {values['model_type']!r} is not that of {rules.architecture} ({rules.model_type!r}); "
             "the two must agree"
         )
-    if rules.window != "none" and (reason := _window(values, rules.window)):
-        problems.append(f"an active sliding window ({reason}) is not supported")
     return problems
 
 
@@ -193,88 +201,15 @@ def _short(value: Any) -> str:
 
 
 def _sizes(values: Mapping[str, Any], problems: list[str]) -> dict[str, int]:
-    sizes = {key: _positive(values, key, problems) for key in SIZES}
+    sizes = {key: positive(values, key, problems) for key in SIZES}
     heads = sizes["num_attention_heads"]
     for key, implied in (("num_key_value_heads", heads), ("head_dim", sizes["hidden_size"] // heads)):
-        sizes[key] = implied if values.get(key) is None else _positive(values, key, problems)
+        sizes[key] = implied if values.get(key) is None else positive(values, key, problems)
     if heads % sizes["num_key_value_heads"]:
         problems.append(
             f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {sizes['num_key_value_heads']}"
         )
     return sizes
-
-
-def _experts(
-    values: Mapping[str, Any], rules: ConfigRules, sizes: Mapping[str, int], problems: list[str]
-) -> Experts | None:
-    if rules.experts == "none":
-        return None
-    # transformers 5 writes num_local_experts where older versions wrote num_experts, and reads both.
-    spelling = "num_local_experts" if values.get("num_local_experts") is not None else "num_experts"
-    count = _positive(values, spelling, problems)
-    top_k = _positive(values, "num_experts_per_tok", problems)
-    layers = sizes["num_hidden_layers"]
-    dense: tuple[int, ...] = ()
-    if rules.experts == "mixtral":
-        width, shared, normalize = sizes["intermediate_size"], 0, True
-    else:
-        width, normalize = _positive(values, "moe_intermediate_size", problems), bool(values.get("norm_topk_prob"))
-        has_shared = rules.experts == "qwen-shared"
-        shared = _positive(values, "shared_expert_intermediate_size", problems) if has_shared else 0
-        step = _positive(values, "decoder_sparse_step", problems)
-        plain = values.get("mlp_only_layers") or []
-        if not isinstance(plain, list):
-            problems.append(f"mlp_only_layers = {plain!r} is no list of layers")
-            plain = []
-        dense = tuple(layer for layer in range(layers) if layer in plain or (layer + 1) % step)
-    if top_k > count:
-        problems.append(f"num_experts_per_tok = {top_k} exceeds {spelling} = {count}")
-    if top_k == 1 and normalize:
-        problems.append("num_experts_per_tok = 1 with normalised probabilities trains no router: not supported")
-    return Experts(count, top_k, width, shared, normalize, dense)
-
-
-def _positive(values: Mapping[str, Any], key: str, problems: list[str]) -> int:
-    value = values.get(key)
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    problems.append(f"{key} is missing" if value is None else f"{key} = {value!r} is not a positive integer")
-    return 1  # only so that the remaining checks can run
-
-
-def _positive_float(values: Mapping[str, Any], key: str, problems: list[str]) -> float:
-    value = values.get(key)
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
-        return float(value)
-    problems.append(f"{key} is missing" if value is None else f"{key} = {value!r} is not a positive number")
-    return 1.0
-
-
-def _window(values: Mapping[str, Any], kind: str) -> str | None:
-    """The option by which some layer sees less than the whole context, by transformers' own rules."""
-    window = values.get("sliding_window")
-    if not window:
-        return None
-    numbers = {key: values.get(key, 0) for key in ("sliding_window", "max_window_layers")}
-    for key, value in numbers.items():
-        if not isinstance(value, int | None):
-            return f"{key} = {value!r}, no integer"
-    if kind == "width":
-        context = values.get("max_position_embeddings")
-        shorter = isinstance(context, int) and window < context
-        return f"sliding_window = {window} below max_position_embeddings = {context}" if shorter else None
-    if not values.get("use_sliding_window"):
-        return None
-    if kind == "on" and not values.get("layer_types"):
-        return "use_sliding_window"
-    if values.get("layer_types"):
-        if not isinstance(values["layer_types"], list):
-            return f"layer_types = {values['layer_types']!r}, no list"
-        windowed = any(layer != "full_attention" for layer in values["layer_types"])
-    else:
-        layers = values.get("num_hidden_layers")
-        windowed = isinstance(layers, int) and (numbers["max_window_layers"] or 0) < layers
-    return "use_sliding_window, layer_types" if windowed else None
 
 
 # --- tensors ----------------------------------------------------------------------------------
@@ -293,12 +228,16 @@ def hf_tensors(shape: ModelShape, rules: ConfigRules) -> Mapping[str, tuple[int,
 
 
 def _attention(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    norms: dict[str, tuple[int, ...]] = {
+        f"{name}_layernorm.weight": (shape.hidden_size,) for name in ("input", "post_attention")
+    }
+    if shape.latent is not None:
+        return norms | latent_tensors(shape.latent, shape.num_attention_heads, shape.hidden_size)
     rows = {"q": shape.q_size, "k": shape.kv_size, "v": shape.kv_size}
-    found: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (shape.hidden_size,),
+    found = {
+        **norms,
         **{f"self_attn.{name}_proj.weight": (size, shape.hidden_size) for name, size in rows.items()},
         "self_attn.o_proj.weight": (shape.hidden_size, shape.q_size),
-        "post_attention_layernorm.weight": (shape.hidden_size,),
     }
     if shape.qkv_bias:
         found |= {f"self_attn.{name}_proj.bias": (size,) for name, size in rows.items()}
@@ -325,6 +264,9 @@ def _moe(shape: ModelShape, rules: ConfigRules) -> dict[str, tuple[int, ...]]:
     for expert in range(experts.count):
         found |= _gated(f"{rules.moe}.experts.{expert}", hidden, experts.ffn_hidden_size, rules.expert)
     if experts.shared_ffn_hidden_size:
-        found |= _gated("mlp.shared_expert", hidden, experts.shared_ffn_hidden_size)
-        found["mlp.shared_expert_gate.weight"] = (1, hidden)
+        found |= _gated(rules.shared, hidden, experts.shared_ffn_hidden_size)
+        if experts.shared_gate:
+            found[f"{rules.shared}_gate.weight"] = (1, hidden)
+    if experts.sigmoid:
+        found[f"{rules.moe}.gate.e_score_correction_bias"] = (experts.count,)
     return found

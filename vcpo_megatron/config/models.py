@@ -9,11 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from .methods import METHODS, Method
+
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[tuple(METHODS)]  # a new row is a new value, with nothing to repeat here
 
 
 class Section(BaseModel):
@@ -23,8 +28,12 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
+    """The model that is trained, and how it is held in memory."""
+
     path: Path = Field(description="Hugging Face folder: config.json, safetensors, tokenizer")
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of parameters and activations in learner and servers; gradients are float32"
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in the backward: none, attention's inside, or whole layers"
     )
@@ -32,27 +41,38 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    tensor: int = Field(1, ge=1)
-    pipeline: int = Field(1, ge=1)
-    virtual_pipeline: int = Field(1, ge=1)
-    context: int = Field(1, ge=1)
-    expert: int = Field(1, ge=1)
-    expert_tensor: int = Field(1, ge=1)
+    """How the learner splits the model and the batch over its ranks. The data-parallel size is not a key: it is
+    ``launch.learner_ranks / (tensor x pipeline x context)``."""
+
+    tensor: int = Field(
+        1, ge=1, description="ranks that share every layer; divides heads, key-value heads and the units of the MLP"
+    )
+    pipeline: int = Field(1, ge=1, description="stages, each with a part of the layers; divides their number")
+    virtual_pipeline: int = Field(
+        1, ge=1, description="pieces of a stage, interleaved; pipeline x virtual_pipeline divides the layers"
+    )
+    context: int = Field(1, ge=1, description="ranks that share the tokens of every trajectory")
+    expert: int = Field(1, ge=1, description="ranks over which the experts are spread; divides their number")
+    expert_tensor: int = Field(1, ge=1, description="ranks that share every expert")
     expert_dispatcher: Literal["alltoall", "allgather"] = Field(
         "alltoall", description="how tokens reach the ranks of their experts"
     )
-    sequence_parallel: bool = False
+    sequence_parallel: bool = Field(
+        False, description="norms and dropout on a part of the tokens; tensor ranks share them. Experts need it"
+    )
 
 
 class AlgorithmConfig(Section):
-    """The method and its parts. A key whose default is None takes the value of the method's row (methods.py)."""
+    """The method and its parts; method.md explains them. A key without a default takes the value of the method's row
+    in ``config/methods.py``."""
 
-    method: Literal[
-        "vcpo", "vcpo_ess_only", "vcpo_opob_only", "reinforce", "rloo", "grpo", "dr_grpo", "ppo_clip", "decoupled_ppo",
-        "gspo", "tis_token", "tis_sequence", "mis", "icepop", "m2po", "cispo", "p3o", "mu_grpo", "asymmetric",
-    ] = "vcpo"  # fmt: skip
-    baseline: Literal["opob", "opob_leave_one_out", "group_mean", "leave_one_out", "zero"] | None = None
-    is_level: Literal["sequence", "token", "none"] | None = None
+    method: MethodName = Field("vcpo", description="row that gives the other keys their defaults")
+    baseline: Literal["opob", "opob_leave_one_out", "group_mean", "leave_one_out", "zero"] | None = Field(
+        None, description="what is subtracted from a reward: opob is VCPO's variance-optimal baseline"
+    )
+    is_level: Literal["sequence", "token", "none"] | None = Field(
+        None, description="importance weight of a whole answer, of every token, or none"
+    )
     is_threshold: float = Field(
         8.0, gt=0, allow_inf_nan=True, description="weights are truncated at this value; inf: never"
     )
@@ -61,7 +81,7 @@ class AlgorithmConfig(Section):
         None, gt=0, allow_inf_nan=True, description="upper bound of the ratio where the method has one"
     )
     second_moment: float = Field(0.04, gt=0, description="bound on the mean squared token log ratio (m2po)")
-    opob_weights: Literal["raw", "truncated"] = "raw"
+    opob_weights: Literal["raw", "truncated"] = Field("raw", description="weights that enter the optimal baseline")
     opob_mode: Literal["accumulate", "deferred", "two_pass", "proxy"] = Field(
         "accumulate", description="how the baseline gets its norms: three exact ways, and proxy, which is not exact"
     )
@@ -71,13 +91,22 @@ class AlgorithmConfig(Section):
     opob_accumulator_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="bfloat16 halves the accumulators and is not exact; its error is a metric"
     )
-    ess_scaling: bool | None = None
-    ess_rule: Literal["sqrt", "linear"] = "sqrt"
-    ess_weights: Literal["raw", "truncated"] = "raw"
-    base_ess_ratio: float | Literal["auto"] = 1.0
-    behavior_anchor: float = Field(0.0, ge=0)
-    normalize_std: bool | None = None
-    loss_normalization: Literal["sequence_token_mean", "token_mean", "sequence_token_sum", "constant"] | None = None
+    ess_scaling: bool | None = Field(
+        None, description="scale the learning rate by min(1, ESS ratio / base_ess_ratio)^p"
+    )
+    ess_rule: Literal["sqrt", "linear"] = Field("sqrt", description="p = 1/2, for Adam; or p = 1, for plain SGD")
+    ess_weights: Literal["raw", "truncated"] = Field("raw", description="weights that enter the effective sample size")
+    base_ess_ratio: float | Literal["auto"] = Field(
+        1.0, description="ESS ratio of a full step, above 0 and at most 1; auto: median of the first 5, on-policy steps"
+    )
+    behavior_anchor: float = Field(
+        0.0, ge=0, description="weight of maximum likelihood on the behaviour's samples while ESS is low; 0: none"
+    )
+    normalize_std: bool | None = Field(None, description="divide advantages by the group's standard deviation")
+    loss_normalization: Literal["sequence_token_mean", "token_mean", "sequence_token_sum", "constant"] | None = Field(
+        None, description="what a token's gradient is divided by, over the global batch; "
+        "constant: trajectories x rollout.max_new_tokens",
+    )  # fmt: skip
     kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || reference); with OPOB a second backward")
     kl_reference: Literal["none", "initial"] = Field("none", description="initial: a copy of model.path on the host")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy; with OPOB a second backward")
@@ -97,27 +126,33 @@ class AlgorithmConfig(Section):
 
 
 class OptimizerConfig(Section):
-    lr: float = Field(1e-6, gt=0)
+    """Adam with decoupled weight decay, and the schedule of its learning rate."""
+
+    lr: float = Field(1e-6, gt=0, description="learning rate before schedule and ESS")
     min_lr: float = Field(0.0, ge=0, description="where cosine and wsd end")
-    weight_decay: float = Field(0.1, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0, description="decoupled; scaled with the learning rate in effect")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="Adam's decay rates, each at least 0 and below 1")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon")
     distributed: bool = Field(False, description="shard optimizer states and main parameters over data-parallel ranks")
     overlap_grad_reduce: bool = Field(
         False, description="reduce a bucket of gradients while the baselines of the next one are taken off"
     )
-    clip_grad: float = Field(1.0, ge=0, description="0 turns clipping off")
-    schedule: Literal["constant", "cosine", "wsd"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    clip_grad: float = Field(1.0, ge=0, description="largest norm of the whole gradient; 0 turns clipping off")
+    schedule: Literal["constant", "cosine", "wsd"] = Field(
+        "constant", description="after the warm-up; wsd is constant, then linear over decay_steps"
+    )
+    warmup_steps: int = Field(0, ge=0, description="first steps, over which the learning rate rises linearly")
     decay_steps: int | None = Field(None, ge=1, description="last steps of wsd, over which it decays linearly")
 
 
 class TrainConfig(Section):
-    steps: int = Field(gt=0)
-    groups_per_step: int = Field(8, gt=0)
-    group_size: int = Field(8, gt=0)
+    """The size of the run and of its batches."""
+
+    steps: int = Field(gt=0, description="optimizer steps of the whole run, those before a resume included")
+    groups_per_step: int = Field(8, gt=0, description="prompts of a batch")
+    group_size: int = Field(8, gt=0, description="answers to every prompt; at least 2")
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 turns them off")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="of prompts and their order, and of sampling in exact lag")
     drop_zero_variance: bool = Field(
         False, description="groups whose rewards are all equal are dropped and replaced by the next prompt"
     )
@@ -125,24 +160,36 @@ class TrainConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["embedded", "replay"] = "embedded"
+    """The servers that sample, how they sample, and what happens when they fail."""
+
+    engine: Literal["embedded", "sglang", "replay"] = Field(
+        "embedded", description="the embedded engine, SGLang, or the recorded rollouts of another run"
+    )
     replay: Path | None = Field(None, description="run directory whose rollouts are trained on again")
-    servers: int = Field(1, ge=1)
+    servers: int = Field(1, ge=1, description="servers to start; those of rollout.addresses are joined instead")
+    python: Path | None = Field(None, description="interpreter of the environment that SGLang is installed in")
+    addresses: tuple[str, ...] = Field((), description="servers that run already, as http://HOST:PORT: joined")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs of one server")
+    args: tuple[str, ...] = Field((), description="further arguments of every SGLang server")
     port: int = Field(0, ge=0, le=65535, description="port of the first server, the next ones follow; 0: any free")
-    temperature: float = Field(1.0, gt=0)
-    max_new_tokens: int = Field(1024, gt=0)
+    temperature: float = Field(1.0, gt=0, description="of sampling; the trained policy is the one at this temperature")
+    max_new_tokens: int = Field(1024, gt=0, description="sampled tokens of an episode, all of its answers together")
     context_length: int | None = Field(
         None, gt=1, description="tokens of prompt and answers together that a server holds; default: the model's"
     )
     max_running_requests: int = Field(128, gt=0, description="sequences that a server decodes together")
-    pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+    pause_mode: Literal["retract", "in_place", "abort"] = Field(
+        "retract",
+        description="requests in flight at a weight update: their cache is computed anew by the new weights, kept, or "
+        "they are aborted and sent again with the tokens they have",
+    )
     sync: Literal["auto", "tensor", "distributed", "disk"] = Field(
         "auto", description="how weights reach the servers; auto: distributed where the learner has GPUs, else tensor"
     )
     sync_wave: int = Field(1, ge=1, description="servers that are updated, hence paused, at a time")
     verify_sync: bool = Field(False, description="compare checksums of what a server holds after every update")
     bucket_bytes: int = Field(256 << 20, ge=1, description="bytes of weights that are sent at a time")
-    max_restarts: int = Field(0, ge=0)
+    max_restarts: int = Field(0, ge=0, description="restarts of a server that died, before its death ends the run")
     on_failure: Literal["drop", "resample"] = Field(
         "drop", description="a failed trajectory ends its group, or another sample takes its place"
     )
@@ -150,22 +197,47 @@ class RolloutConfig(Section):
     max_failure_ratio: float = Field(
         0.5, gt=0, lt=1, description="of recent outcomes; more failures end the run with the commonest"
     )
-    request_timeout_s: float = Field(600.0, gt=0)
-    start_timeout_s: float = Field(300.0, gt=0)
-    sync_timeout_s: float = Field(300.0, gt=0)
+    request_timeout_s: float = Field(600.0, gt=0, description="deadline of one answer of a server")
+    start_timeout_s: float = Field(300.0, gt=0, description="deadline of a server's start")
+    health_interval_s: float = Field(
+        10.0, gt=0, description="a server that answered nothing for so long is asked whether it is well"
+    )
+    health_timeout_s: float = Field(
+        60.0, gt=0, description="a server that misses this deadline of such a question twice hangs: it is replaced"
+    )
+    sync_timeout_s: float = Field(300.0, gt=0, description="deadline of a weight update of one server")
+
+
+    @property
+    def started(self) -> int:
+        """Servers that the run starts itself."""
+        return 0 if self.engine == "replay" or self.addresses else self.servers
+
+    @property
+    def fleet_size(self) -> int:
+        """Servers that the run works with, started or joined."""
+        return len(self.addresses) or self.started
 
 
 class EnvironmentConfig(Section):
-    name: str
+    """The task: prompts, tools and rewards. environments.md describes the built-in ones and how to write another."""
+
+    name: str = Field(description="a built-in environment, or your own as package.module:factory")
     data: Path | None = Field(None, description="JSONL or parquet of prompts; default: the environment's generator")
     heldout: Path | None = Field(None, description="JSONL or parquet of held-out prompts")
     fields: dict[str, str] = Field(default_factory=dict, description="environment's field name -> name in the files")
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict, description="what this environment alone knows")
 
 
 class StalenessConfig(Section):
-    max_staleness: int = Field(4, ge=0)
-    lag: Literal["bounded", "exact"] = "bounded"
+    """How old rollouts may be; staleness_and_durability.md says how the bound is kept."""
+
+    max_staleness: int = Field(
+        4, ge=0, description="most versions between the oldest token of an answer and its step; 0: on-policy"
+    )
+    lag: Literal["bounded", "exact"] = Field(
+        "bounded", description="at most max_staleness; or always that, batch after batch, repeatable to the last bit"
+    )
     wait_s: float = Field(
         600.0,
         gt=0,
@@ -176,6 +248,8 @@ class StalenessConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """What is kept on disk, and how a run is taken up again."""
+
     every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end and on a signal")
     keep_last: int = Field(3, ge=1, description="newest complete checkpoints that are kept")
     keep_rollouts: int | None = Field(
@@ -185,18 +259,32 @@ class CheckpointConfig(Section):
         True, description="groups in flight go on with what they have when a run is resumed, else they are sampled anew"
     )
     keep_best: bool = Field(True, description="keep the checkpoint of the highest held-out accuracy, too")
+    export_hf_every: int = Field(
+        0, ge=0, description="steps between Hugging Face folders in exports/, kept as checkpoints are; 0: none"
+    )
 
 
 class LaunchConfig(Section):
-    learner_ranks: int = Field(1, ge=1)
+    """Processes, their ports and their patience."""
+
+    learner_ranks: int = Field(1, ge=1, description="learner processes; a multiple of tensor x pipeline x context")
     master_port: int = Field(0, ge=0, le=65535, description="rendezvous of the learner ranks; 0: any free")
     control_port: int = Field(0, ge=0, le=65535, description="orchestrator's control socket; 0: any free")
     timeout_s: float = Field(300.0, gt=0, description="deadline of every wait between processes")
+    grace_s: float = Field(
+        30.0, gt=0, description="after a signal or --max-hours: half of it is the step's in progress, which is left in "
+        "its middle when it needs longer, the rest the checkpoint's"
+    )
 
 
 class ObservabilityConfig(Section):
-    tensorboard: bool = True
+    """What a run tells about itself."""
+
+    tensorboard: bool = Field(True, description="write TensorBoard files beside metrics.jsonl")
     watchdog_s: float = Field(120.0, gt=0, description="say who waits for whom when nothing moved for this long")
+    mismatch_warning: float = Field(
+        0.02, gt=0, allow_inf_nan=True, description="mismatch/mean above which likely causes are named; inf: never"
+    )
 
 
 class RunConfig(Section):

@@ -25,7 +25,8 @@ ENDED_BY_ORCHESTRATOR = "orchestrator ended the run: "
 @dataclass(frozen=True)
 class ProcessContext:
     """run_dir, attempt (from 1), resume_step (None: a fresh run), token (secret of the run),
-    control (address of the orchestrator's socket, "tcp://host:port"), server_ports (one a server)."""
+    control (address of the orchestrator's socket, "tcp://host:port"), server_ports (one a server that the run starts),
+    server_devices (GPUs of all of them, in order; empty: on CPUs)."""
 
     run_dir: Path
     attempt: int
@@ -33,6 +34,7 @@ class ProcessContext:
     token: str
     control: str
     server_ports: tuple[int, ...]
+    server_devices: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
         """Variables to set in a child's environment."""
@@ -43,6 +45,7 @@ class ProcessContext:
             "VCPO_RUN_TOKEN": self.token,
             "VCPO_CONTROL": self.control,
             "VCPO_SERVER_PORTS": ",".join(map(str, self.server_ports)),
+            "VCPO_SERVER_DEVICES": ",".join(self.server_devices),
         }
 
     @classmethod
@@ -55,6 +58,7 @@ class ProcessContext:
             token=environ["VCPO_RUN_TOKEN"],
             control=environ["VCPO_CONTROL"],
             server_ports=tuple(int(port) for port in environ["VCPO_SERVER_PORTS"].split(",") if port),
+            server_devices=tuple(device for device in environ["VCPO_SERVER_DEVICES"].split(",") if device),
         )
 
     def config(self) -> RunConfig:

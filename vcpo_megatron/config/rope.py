@@ -29,6 +29,7 @@ class Rope:
               nothing longer is ever trained), "llama3" or "yarn"; fields of other kinds keep their defaults
     original  positions that the model was pretrained with (llama3, yarn)
     attention_factor  cosines and sines are multiplied by it (yarn)
+    mscale_all_dim  latent attention multiplies its scores by yarn's factor for it, squared (0: by 1); others ignore it
     truncate  yarn's range of interpolated dimensions is rounded outwards to whole ones
     """
 
@@ -42,6 +43,7 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    mscale_all_dim: float = 0.0
 
 
 def read_rope(values: Mapping[str, Any], context: int, problems: list[str]) -> Rope:
@@ -107,7 +109,7 @@ def _rope(
     return Rope(
         rope.theta, kind, rope.factor, original=original, attention_factor=attention,
         beta_fast=numbers.get("beta_fast", 32.0), beta_slow=numbers.get("beta_slow", 1.0),
-        truncate=bool(merged.get("truncate", True)),
+        truncate=bool(merged.get("truncate", True)), mscale_all_dim=numbers.get("mscale_all_dim", 0.0),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@
       checkpoints/latest       text file "step_N", replaced atomically
       checkpoints/best         the same for the complete checkpoint of the highest held-out accuracy
       checkpoints/abandoned/   checkpoints newer than the one that a user went back to
+      exports/step_N/          the policy after step N as a Hugging Face folder; it appears whole
       logs/ROLE.RANK.log       stdout and stderr of every process
       tensorboard/
 """
@@ -66,6 +67,12 @@ def write_atomically(path: Path, text: str) -> None:
     _flush(path.parent)
 
 
+def _steps_in(folder: Path) -> list[int]:
+    """N of every ``step_N`` in ``folder``, ascending."""
+    names = [path.name.removeprefix("step_") for path in folder.glob("step_*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
 def _flush(path: Path) -> None:
     """Bring a file or a folder's entries to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -103,6 +110,10 @@ class RunDirectory:
         return self.path / "weights"
 
     @property
+    def exports(self) -> Path:
+        return self.path / "exports"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -115,6 +126,10 @@ class RunDirectory:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step}"
+
+    def export(self, step: int) -> Path:
+        """Hugging Face folder of the policy after ``step``."""
+        return self.exports / f"step_{step}"
 
     def manifest(self, step: int) -> Manifest:
         """Manifest of the complete checkpoint ``step``; FileNotFoundError when it is not complete."""
@@ -129,8 +144,7 @@ class RunDirectory:
 
     def _steps(self) -> list[int]:
         """Steps of all checkpoint folders, complete or not."""
-        names = [path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*")]
-        return sorted(int(name) for name in names if name.isdecimal())
+        return _steps_in(self.checkpoints)
 
     def _is_complete(self, step: int) -> bool:
         return (self.checkpoint(step) / MANIFEST).exists() and self._damage(step) is None
@@ -176,22 +190,27 @@ class RunDirectory:
 
     def prune(self, keep_last: int, keep: Collection[int] = ()) -> None:
         """Remove all but the newest ``keep_last`` complete checkpoints and those in ``keep``, and what interrupted
-        saves left behind before them."""
+        saves left behind before them; the same for exports, which are always whole."""
         complete = self.complete_steps()
         kept = {*complete[-keep_last:], *keep}
         for step in self._steps():
             if complete and step < complete[-1] and step not in kept:
                 (self.checkpoint(step) / MANIFEST).unlink(missing_ok=True)  # not complete before it is not whole
                 shutil.rmtree(self.checkpoint(step))
+        exported = _steps_in(self.exports)
+        for step in set(exported) - {*exported[-keep_last:], *keep}:
+            shutil.rmtree(self.export(step))
 
     def abandon_after(self, step: int, attempt: int) -> list[int]:
-        """Move every checkpoint newer than ``step`` to ``checkpoints/abandoned``: the run goes on from ``step``, and
-        they are of another future. Returns their steps."""
+        """Move every checkpoint and export newer than ``step`` to a folder ``abandoned`` beside it: the run goes on
+        from ``step``, and they are of another future. Returns the steps of the checkpoints."""
         newer = [other for other in self._steps() if other > step]
-        folder = self.checkpoints / "abandoned" / f"attempt_{attempt}"
-        for other in newer:
-            folder.mkdir(parents=True, exist_ok=True)
-            os.replace(self.checkpoint(other), folder / f"step_{other}")
+        for parent in (self.checkpoints, self.exports):
+            folder = parent / "abandoned" / f"attempt_{attempt}"
+            for other in _steps_in(parent):
+                if other > step:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    os.replace(parent / f"step_{other}", folder / f"step_{other}")
         if newer:
             write_atomically(self.checkpoints / "latest", f"step_{step}\n")
         return newer

@@ -14,15 +14,18 @@ OUTER_ROWS = (
     Row(OUTPUT, ("lm_head.weight",), VocabRows()),
 )
 
+ATTENTION_NORM_ROW = Row(_M + "input_layernorm.weight", (_H + "input_layernorm.weight",), Replicate())
+MLP_NORM_ROW = Row(_M + "pre_mlp_layernorm.weight", (_H + "post_attention_layernorm.weight",), Replicate())
+
 ATTENTION_ROWS = (
-    Row(_M + "input_layernorm.weight", (_H + "input_layernorm.weight",), Replicate()),
+    ATTENTION_NORM_ROW,
     Row(
         _M + "self_attention.linear_qkv.weight",
         tuple(f"{_H}self_attn.{x}_proj.weight" for x in "qkv"),
         QkvByGroup(),
     ),
     Row(_M + "self_attention.linear_proj.weight", (_H + "self_attn.o_proj.weight",), Cut(1)),
-    Row(_M + "pre_mlp_layernorm.weight", (_H + "post_attention_layernorm.weight",), Replicate()),
+    MLP_NORM_ROW,
 )
 
 MLP_ROWS = (

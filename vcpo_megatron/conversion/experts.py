@@ -21,13 +21,15 @@ def expert_rows(rules: ConfigRules) -> tuple[Row, ...]:
     )
 
 
-SHARED_EXPERT_ROWS = (
-    Row(_M + "shared_experts.gate_weight", (_H + "mlp.shared_expert_gate.weight",), Replicate(), layers="moe"),
-    Row(
-        _M + "shared_experts.linear_fc1.weight",
-        (_H + "mlp.shared_expert.gate_proj.weight", _H + "mlp.shared_expert.up_proj.weight"),
-        GateUp(),
-        layers="moe",
-    ),
-    Row(_M + "shared_experts.linear_fc2.weight", (_H + "mlp.shared_expert.down_proj.weight",), Cut(1), layers="moe"),
+def shared_expert_rows(rules: ConfigRules) -> tuple[Row, ...]:
+    """The expert that every token goes to."""
+    gate, up, down = (f"{_H}{rules.shared}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    return (
+        Row(_M + "shared_experts.linear_fc1.weight", (gate, up), GateUp(), layers="moe"),
+        Row(_M + "shared_experts.linear_fc2.weight", (down,), Cut(1), layers="moe"),
+    )
+
+
+SHARED_GATE_ROW = Row(
+    _M + "shared_experts.gate_weight", (_H + "mlp.shared_expert_gate.weight",), Replicate(), layers="moe"
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config.model_families import model_shape, rules_for
 from ..config.model_shape import ModelShape, ShapeError
+from .deepseek import DEEPSEEK_V3
 from .errors import ConversionError
 from .llama import LLAMA, MISTRAL, MIXTRAL
 from .qwen2 import QWEN2, QWEN2_MOE
@@ -15,7 +16,7 @@ from .table import Family
 
 __all__ = ["FAMILIES", "Family", "ModelShape", "family_for", "open_model"]
 
-FAMILIES: tuple[Family, ...] = (QWEN2, QWEN3, LLAMA, MISTRAL, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
+FAMILIES: tuple[Family, ...] = (QWEN2, QWEN3, LLAMA, MISTRAL, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3)
 
 
 def family_for(hf_config: Mapping[str, Any]) -> Family:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config import model_families as rules
 from .dense import ATTENTION_ROWS, MLP_ROWS, OUTER_ROWS, QKV_BIAS_ROW, ROTARY_BUFFERS
-from .experts import SHARED_EXPERT_ROWS, expert_rows
+from .experts import SHARED_GATE_ROW, expert_rows, shared_expert_rows
 from .table import Family
 
 QWEN2 = Family(rules.QWEN2, rows=(*OUTER_ROWS, *ATTENTION_ROWS, QKV_BIAS_ROW, *MLP_ROWS), skipped=ROTARY_BUFFERS)
@@ -16,7 +16,8 @@ QWEN2_MOE = Family(
         QKV_BIAS_ROW,
         *MLP_ROWS,
         *expert_rows(rules.QWEN2_MOE),
-        *SHARED_EXPERT_ROWS,
+        SHARED_GATE_ROW,
+        *shared_expert_rows(rules.QWEN2_MOE),
     ),
     skipped=ROTARY_BUFFERS,
 )

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from ..config.model_folder import fused_experts
 from ..config.model_shape import ModelShape
 from .errors import ConversionError, listed
 from .hf import REMEDY, HFFolder, natural
@@ -66,6 +67,9 @@ def unconsumed(folder: HFFolder, family: Family, shape: ModelShape) -> dict[str,
     if shape.tie_word_embeddings:
         reasons[r"lm_head\.weight"] = "tied to the embedding"
         _require_tied(folder)
+    if shape.unused_layers:
+        behind = "|".join(str(shape.num_layers + number) for number in range(shape.unused_layers))
+        reasons[rf"model\.layers\.({behind})\..+"] = "a layer for multi-token prediction, which is not trained"
     left: dict[str, str] = {}
     unknown = []
     for name in folder.names():
@@ -100,6 +104,8 @@ def _require_tied(folder: HFFolder) -> None:
 
 
 def _require_sources(folder: HFFolder, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    if fused := fused_experts(folder.names()):
+        raise ConversionError(f"{folder.path}: {fused}")
     missing = sorted((name for name in wanted if name not in folder), key=natural)
     if missing:
         raise ConversionError(f"{folder.path} misses {len(missing)} tensors: {listed(missing)}: {REMEDY}")

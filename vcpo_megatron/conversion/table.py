@@ -10,10 +10,11 @@ layers and experts numbered over the whole model.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ..config.model_families import tensors
@@ -31,16 +32,21 @@ class Row:
     """One Megatron parameter (of every layer and expert, where the name holds {layer} or {expert}).
 
     ``hf`` are the HF names in the order that ``op`` wants them; their shapes are in config/model_shape.py.
-    ``layers`` says which layers have the parameter.
+    ``layers`` says which layers have the parameter, ``when`` which models (None: all of the family). ``float32``:
+    it stays float32, whatever the dtype of the model.
     """
 
     megatron: str
     hf: tuple[str, ...]
     op: Op
     layers: Literal["all", "dense", "moe"] = "all"
+    when: Callable[[ModelShape], bool] | None = None
+    float32: bool = False
 
     def expand(self, shape: ModelShape, layer: int) -> list[str]:
-        """Megatron names in one layer; none where the layer has no such parameter."""
+        """Megatron names in one layer; none where the model or the layer has no such parameter."""
+        if self.when is not None and not self.when(shape):
+            return []
         if self.layers != "all" and (self.layers == "moe") != shape.is_moe(layer):
             return []
         name = self.megatron.replace(LAYER, str(layer))
@@ -91,6 +97,10 @@ class Family:
         """Dimension along which tensor parallelism cuts the parameter; None when every rank holds all of it."""
         return self.place(megatron_name).row.op.partition_dim
 
+    def dtype(self, megatron_name: str, model: torch.dtype) -> torch.dtype:
+        """Dtype of the parameter in a model of dtype ``model``."""
+        return torch.float32 if self.place(megatron_name).row.float32 else model
+
     def is_expert(self, megatron_name: str) -> bool:
         """Whether the parameter belongs to one routed expert, hence to the ranks of its expert-parallel part."""
         return self.place(megatron_name).expert is not None
@@ -124,6 +134,14 @@ class Family:
                 raise ConversionError(f"{megatron_name}: layer {place.layer} of the model has no such parameter")
         sizes = tensors(shape)
         return {name: sizes[name] for name in place.hf_names()}
+
+    def outline(self, shape: ModelShape, model: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """HF name -> shape and dtype in a model of dtype ``model``, in the order of ``megatron_names``."""
+        return {
+            hf: (size, self.dtype(name, model))
+            for name in self.megatron_names(shape)
+            for hf, size in self.sources(name, shape).items()
+        }
 
     def to_hf(self, megatron_name: str, shards: Sequence[Tensor], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
         """HF tensors of one parameter from its shards, one a tensor-parallel rank in order of rank.

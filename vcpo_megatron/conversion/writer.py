@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ from torch import Tensor
 
 from .errors import ConversionError
 from .hf import INDEX, SINGLE
+from .partial import carried_files
 
+#: Size of one weight file, unless a single tensor is larger.
+FILE_BYTES = 5 * 10**9
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -38,15 +42,16 @@ class FolderWriter:
     """Writes tensors in the order of ``tensors``; ``done`` of them are on the disk already.
 
     tensors        name -> shape, in the order in which they will be written
+    dtypes         name -> dtype
     max_file_bytes a file is closed before a tensor that would make it longer
     """
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_file_bytes: int,
-        done: int = 0,
+        self, path: Path, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype],
+        max_file_bytes: int, done: int = 0,
     ) -> None:  # fmt: skip
-        self._path, self._dtype = path, dtype
-        self._slots, self._headers = _plan(tensors, dtype, max_file_bytes)
+        self._path, self._dtypes = path, dtypes
+        self._slots, self._headers = _plan(tensors, dtypes, max_file_bytes)
         self._order = list(tensors)
         self.done = done
         self._stream: Any = None
@@ -65,7 +70,7 @@ class FolderWriter:
             raise ConversionError(f"{name} has shape {list(tensor.shape)}, expected {list(slot.shape)}")
         stream = self._stream_of(slot.file)
         stream.seek(slot.offset)
-        stream.write(tensor.to(self._dtype).contiguous().view(torch.uint8).numpy().reshape(-1).data)
+        stream.write(tensor.to(self._dtypes[name]).contiguous().view(torch.uint8).numpy().reshape(-1).data)
         self.done += 1
 
     def sync(self) -> None:
@@ -102,13 +107,26 @@ class FolderWriter:
         return self._stream
 
 
+def finish_folder(path: Path, beside: Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Give a folder of weights what ``beside`` holds beside its own, and state ``dtype`` in config.json.
+
+    The file stays as it was when it says so already.
+    """
+    for file in carried_files(beside):
+        shutil.copyfile(file, path / file.name)
+    name = str(dtype).removeprefix("torch.")
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    if config.get(key) not in (name, None):
+        (path / "config.json").write_text(json.dumps({**config, key: name}, indent=2) + "\n")
+
+
 def _plan(
-    tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_file_bytes: int
+    tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], max_file_bytes: int
 ) -> tuple[dict[str, Slot], dict[str, bytes]]:
     """Slot of every tensor, and header of every file."""
     files: list[dict[str, int]] = [{}]
     for name, shape in tensors.items():
-        length = int(torch.Size(shape).numel()) * dtype.itemsize
+        length = int(torch.Size(shape).numel()) * dtypes[name].itemsize
         if files[-1] and sum(files[-1].values()) + length > max_file_bytes:
             files.append({})
         files[-1][name] = length
@@ -119,7 +137,9 @@ def _plan(
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name, length in content.items():
-            entries[name] = {"dtype": _NAMES[dtype], "shape": list(tensors[name]), "data_offsets": [at, at + length]}
+            entries[name] = {
+                "dtype": _NAMES[dtypes[name]], "shape": list(tensors[name]), "data_offsets": [at, at + length],
+            }  # fmt: skip
             at += length
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data are aligned

@@ -25,7 +25,7 @@ from .datasets import Row, ShuffledOrder, read_rows
 from .options import parse_options
 
 NAME = "modular_sum"
-HELDOUT_PROMPTS = 256
+HELDOUT_PROMPTS = 512
 
 
 class Options(BaseModel):
@@ -44,7 +44,7 @@ def draw_prompt(stream: str, index: int, digits: int) -> str:
 
 
 def draw_heldout(seed: int, digits: int) -> list[str]:
-    """Distinct held-out prompts of the generator: 256, or half of all there are when that is less."""
+    """Distinct held-out prompts of the generator: 512, or half of all there are when that is less."""
     wanted = min(HELDOUT_PROMPTS, 10**digits // 2)
     found: dict[str, None] = {}
     index = 0

@@ -82,7 +82,7 @@ def _run_locked(
 ) -> int:
     if not options.resume:
         workspace.refuse_used(directory)
-    context = _context(directory, ports, options)
+    context = _context(directory, plan, ports, options)
     write_atomically(directory.resolved, dump_resolved(config))
     progress = Progress(config.train.steps, first_step=context.resume_step or 0)
     follower = JsonlFollower(directory.metrics)
@@ -107,7 +107,7 @@ def _run_locked(
     return ending.exit_code
 
 
-def _context(directory: RunDirectory, ports: Ports, options: Options) -> ProcessContext:
+def _context(directory: RunDirectory, plan: Plan, ports: Ports, options: Options) -> ProcessContext:
     step = workspace.chosen_checkpoint(directory, options.from_step) if options.resume else None
     attempt = workspace.next_attempt(directory)
     if not options.resume:
@@ -127,6 +127,7 @@ def _context(directory: RunDirectory, ports: Ports, options: Options) -> Process
         token=secrets.token_hex(16),
         control=f"tcp://{HOST}:{ports.control}",
         server_ports=ports.servers,
+        server_devices=tuple(device for server in plan.servers for device in server.devices),
     )
 
 

@@ -1,9 +1,8 @@
 """Which processes make up a run on this host, and what each one gets: a pure function of the configuration.
 
 Nothing is started, bound or looked up here. ``port`` 0 means that a free port is chosen at start;
-``devices`` are GPUs
-as CUDA_VISIBLE_DEVICES names them (empty: the process runs on CPUs). The learner's partition comes first,
-the rollout servers take the devices after it.
+``devices`` are GPUs as CUDA_VISIBLE_DEVICES names them (empty: the process runs on CPUs). The learner's partition comes
+first, the rollout servers take the devices after it, ``rollout.tensor_parallel`` each.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ MAX_PROCESSES = 512
 
 Role = Literal["orchestrator", "learner", "server"]
 
-#: Module that ``python -m`` runs for a role.
+#: Module that ``python -m`` runs for a role; the orchestrator starts the servers (orchestrator/servers.py).
 MODULES: dict[Role, str] = {
     "orchestrator": "vcpo_megatron.orchestrator",
     "learner": "vcpo_megatron.learner",
-    "server": "vcpo_megatron.rollout.embedded",
 }
 
 
@@ -76,19 +74,21 @@ class Plan:
 def plan_local(config: RunConfig, *, gpus: Sequence[str] = (), host: str = "127.0.0.1") -> Plan:
     """Processes of ``config`` on one host with the GPUs ``gpus``; without any, all run on CPUs.
 
-    Raises PlacementError when there are GPUs, but fewer than one a learner rank and one a server, or when the
+    Servers that are joined (rollout.addresses) are no processes of the run and take no devices. Raises PlacementError
+    when there are GPUs, but fewer than one a learner rank and ``rollout.tensor_parallel`` a server, or when the
     processes are more than any host runs.
     """
     ranks = config.launch.learner_ranks
-    servers = config.rollout.servers if config.rollout.engine == "embedded" else 0
+    servers, ways = config.rollout.started, config.rollout.tensor_parallel
     if ranks + servers > MAX_PROCESSES:
         raise PlacementError(
             f"launch.learner_ranks = {ranks} and rollout.servers = {servers} are {ranks + servers} processes, one host "
             f"runs at most {MAX_PROCESSES}; lower them"
         )
-    if gpus and len(gpus) < ranks + servers:
+    if gpus and len(gpus) < ranks + servers * ways:
+        each = f" of {ways} GPUs each" if ways > 1 else ""
         raise PlacementError(
-            f"launch.learner_ranks = {ranks} and rollout.servers = {servers} need {ranks + servers} GPUs, "
+            f"launch.learner_ranks = {ranks} and rollout.servers = {servers}{each} need {ranks + servers * ways} GPUs, "
             f"{len(gpus)} visible; lower them, or hide the GPUs (CUDA_VISIBLE_DEVICES= ) to run on CPUs"
         )
 
@@ -102,5 +102,6 @@ def plan_local(config: RunConfig, *, gpus: Sequence[str] = (), host: str = "127.
         processes.append(process("learner", rank, gpus[rank : rank + 1], port))
     for rank in range(servers):
         port = config.rollout.port + rank if config.rollout.port else 0
-        processes.append(process("server", rank, gpus[ranks + rank : ranks + rank + 1], port))
+        first = ranks + rank * ways
+        processes.append(process("server", rank, gpus[first : first + ways], port))
     return Plan(tuple(processes))

@@ -216,9 +216,10 @@ class Supervisor:
                 self._signals.append(signal.SIGUSR1)
 
     def _ask_to_stop(self) -> None:
-        """To the orchestrator alone, not its group: environments go on until the current step has ended."""
+        """To the orchestrator alone, not its group: environments go on until it ends them."""
         self._stop_asked_at = time.monotonic()
-        self._say(f"{self._stopped()}: stopping after the current step; once more: stop at once")
+        self._say(f"{self._stopped()}: stopping after the current step, or in it (launch.grace_s); "
+                  "once more: stop at once")  # fmt: skip
         if self._orchestrator.exit_code is None:
             self._orchestrator.process.send_signal(signal.SIGTERM)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..config.model_shape import ModelShape
 
-#: Megatron stores norms where TransformerEngine's fused layers have them.
+#: Megatron stores norms where TransformerEngine's fused layers have them; where attention is latent, none are fused.
 _NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -39,7 +39,9 @@ def stored(megatron_name: str, shape: ModelShape) -> Stored:
     found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", megatron_name)
     if not found:
         return Stored(megatron_name)
-    layer, rest = int(found[1]), _NORMS.get(found[2], found[2])
+    layer, rest = int(found[1]), found[2]
+    if shape.latent is None:
+        rest = _NORMS.get(rest, rest)
     stacked = not is_mixed(shape)
     prefix = "decoder.layers." if stacked else f"decoder.layers.{layer}."
     index: tuple[int, ...] = (layer,) if stacked else ()

@@ -28,7 +28,7 @@ from ..conversion.ops import GateUp
 from ..conversion.partial import Partial, Progress, carried_files, fingerprint
 from ..conversion.shards import unconsumed
 from ..conversion.table import EMBEDDING
-from ..conversion.writer import FolderWriter
+from ..conversion.writer import FILE_BYTES, FolderWriter, finish_folder
 from .checkpoint_files import CheckpointFiles, CheckpointWriter
 from .checkpoint_keys import stored
 
@@ -49,12 +49,14 @@ class Layout:
     def check(self, shape: ModelShape, padded: int) -> None:
         """ConversionError naming every size that the layout does not divide."""
         experts = shape.experts.count if shape.experts else 1
+        latent = shape.latent.cut_rows if shape.latent else ()
         sizes = [
             (self.tensor, shape.num_attention_heads, "attention heads", "--tensor"),
             (self.tensor, shape.num_key_value_heads, "key-value heads", "--tensor"),
             (self.tensor, shape.ffn_hidden_size, "units of the MLP", "--tensor"),
             (self.tensor, shape.experts.shared_ffn_hidden_size if shape.experts else 0, "units of the shared expert",
              "--tensor"),
+            *((self.tensor, rank, "rows of a latent projection", "--tensor") for rank in latent),
             (self.tensor, padded, "rows of the padded vocabulary (--vocab-multiple)", "--tensor"),
             (self.pipeline, shape.num_layers, "layers", "--pipeline"),
             (self.expert, experts, "experts", "--expert"),
@@ -98,7 +100,7 @@ def import_hf(
         skipped = unconsumed(folder, family, shape)
         padded = -(-shape.vocab_size // vocab_multiple) * vocab_multiple
         layout.check(shape, padded)
-        kind = DTYPES[dtype] if dtype else _one_dtype(folder, shape)
+        kind = DTYPES[dtype] if dtype else _one_dtype(folder, family, shape)
         manifest = {
             "format": 1, "architecture": family.architecture, "vocabulary": shape.vocab_size,
             "padded_vocabulary": padded, "dtype": str(kind).removeprefix("torch."), "layout": asdict(layout),
@@ -148,6 +150,7 @@ def _write_one(
     """Write one parameter, a piece a rank; yields the bytes of each piece."""
     op, place = family.place(name).row.op, stored(name, shape)
     sources = [folder.tensor(source) for source in family.sources(name, shape)]
+    kind = family.dtype(name, kind)
     for tensor, source in zip(sources, family.sources(name, shape), strict=True):
         _require_range(tensor, kind, f"{folder.path}: {source}")
     ways = 1 if op.partition_dim is None or family.is_expert(name) else layout.tensor
@@ -163,8 +166,9 @@ def _write_one(
             yield piece.numel() * piece.element_size()
 
 
-def _one_dtype(folder: HFFolder, shape: ModelShape) -> torch.dtype:
-    found = {folder.dtype(name) for name in tensors(shape)}
+def _one_dtype(folder: HFFolder, family: Family, shape: ModelShape) -> torch.dtype:
+    parameters = [name for name in family.megatron_names(shape) if not family.place(name).row.float32]
+    found = {folder.dtype(hf) for name in parameters for hf in family.sources(name, shape)}
     if len(found) > 1:
         kinds = listed(sorted(str(kind).removeprefix("torch.") for kind in found))
         raise ConversionError(f"{folder.path} holds tensors of several dtypes ({kinds}): choose one with --dtype")
@@ -190,7 +194,7 @@ class OpenedCheckpoint:
 
     def order(self) -> dict[str, tuple[int, ...]]:
         """HF names and shapes in the order in which they are read best."""
-        return {hf: size for name in self.names for hf, size in self.family.sources(name, self.shape).items()}
+        return {hf: size for hf, (size, _) in self.family.outline(self.shape, self.dtype).items()}
 
     def parameter(self, megatron_name: str) -> dict[str, Tensor]:
         """HF tensors of one parameter; ConversionError for values that are not finite."""
@@ -230,14 +234,15 @@ class OpenedCheckpoint:
         return list(self.family.place(name).row.op.to_shard(blanks, self.shape, 0, 1, padded).shape)
 
     def _one_dtype(self) -> torch.dtype:
-        found = {self.files.dtype(stored(name, self.shape).key) for name in self.names}
+        parameters = [name for name in self.names if not self.family.place(name).row.float32]
+        found = {self.files.dtype(stored(name, self.shape).key) for name in parameters}
         if len(found) > 1:
             raise ConversionError(f"{self.path} holds parameters of several dtypes: {listed(map(str, found))}")
         return found.pop()
 
 
 def export_hf(
-    source: Path, out: Path, *, dtype: str | None = None, max_file_bytes: int = 5 * 10**9, progress: bool = True
+    source: Path, out: Path, *, dtype: str | None = None, max_file_bytes: int = FILE_BYTES, progress: bool = True
 ) -> None:
     """Write the HF folder ``out`` from a checkpoint, or from the newest one of a run directory.
 
@@ -246,23 +251,24 @@ def export_hf(
     opened = OpenedCheckpoint(source)
     kind = DTYPES[dtype] if dtype else opened.dtype
     order = opened.order()
-    total = sum(torch.Size(size).numel() for size in order.values()) * kind.itemsize
+    dtypes = {hf: dtype for hf, (_, dtype) in opened.family.outline(opened.shape, kind).items()}
+    total = sum(torch.Size(size).numel() * dtypes[hf].itemsize for hf, size in order.items())
     plan = {"source": str(opened.path.absolute()), "files": fingerprint(opened.path), "dtype": str(kind),
             "max_file_bytes": max_file_bytes}  # fmt: skip
     partial = Partial(out, plan, total)
     with partial.guarded():
         done = partial.steps[-1]["done"] if partial.steps else 0
         begun = len({hf for name in opened.names[:done] for hf in opened.family.sources(name, opened.shape)})
-        writer = FolderWriter(partial.path, order, kind, max_file_bytes, done=begun)
+        writer = FolderWriter(partial.path, order, dtypes, max_file_bytes, done=begun)
         bar = Progress(f"export {out.name}", total, sys.stderr if progress else None)
         unsynced = 0
         try:
             for number, name in enumerate(opened.names[done:], done + 1):
                 for hf, tensor in opened.parameter(name).items():
-                    _require_range(tensor, kind, hf)
+                    _require_range(tensor, dtypes[hf], hf)
                     writer.write(hf, tensor)
-                    unsynced += tensor.numel() * kind.itemsize
-                    bar.add(tensor.numel() * kind.itemsize)
+                    unsynced += tensor.numel() * dtypes[hf].itemsize
+                    bar.add(tensor.numel() * dtypes[hf].itemsize)
                 if unsynced >= SYNC_BYTES:
                     writer.sync()
                     partial.record({"done": number})
@@ -271,9 +277,7 @@ def export_hf(
         finally:
             writer.close()
         bar.end()
-        for path in carried_files(opened.hf):
-            shutil.copyfile(path, partial.path / path.name)
-        _state_dtype(partial.path / "config.json", opened.config, kind)
+        finish_folder(partial.path, opened.hf, opened.config, kind)
         partial.finish()
 
 
@@ -281,14 +285,6 @@ def _require_range(tensor: Tensor, kind: torch.dtype, name: str) -> None:
     """Finite values must stay finite in another dtype."""
     if tensor.dtype != kind and not bool(tensor.to(kind).isfinite().all()):
         raise ConversionError(f"{name} overflows {str(kind).removeprefix('torch.')}")
-
-
-def _state_dtype(path: Path, config: dict[str, Any], kind: torch.dtype) -> None:
-    """Say the dtype in config.json; the file stays as it was when it says so already."""
-    name = str(kind).removeprefix("torch.")
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    if config.get(key) not in (name, None):
-        path.write_text(json.dumps({**config, key: name}, indent=2) + "\n")
 
 
 def _locate(path: Path) -> tuple[Path, Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..conversion.writer import FolderWriter
+from ..conversion.writer import FILE_BYTES, FolderWriter
 from ..types import PolicyVersion
 
 #: What a server reads beside the tensors.
@@ -19,8 +19,8 @@ _BESIDE = ("config.json", "generation_config.json")
 class WeightFolders:
     """Folders of ``path``, named by version. ``model`` is the Hugging Face folder whose config.json goes with them."""
 
-    def __init__(self, path: Path, model: Path, max_file_bytes: int) -> None:
-        self._path, self._model, self._max_file_bytes = path, model, max_file_bytes
+    def __init__(self, path: Path, model: Path) -> None:
+        self._path, self._model = path, model
 
     def clear(self) -> None:
         """Remove what an earlier attempt left."""
@@ -28,13 +28,15 @@ class WeightFolders:
 
     def write(
         self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]],
-        shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype,
+        outline: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     ) -> Path:  # fmt: skip
         """The complete folder of ``version``, on the disk; one tensor at a time is in memory."""
         partial, final = self._path / f".{version}.partial", self._path / str(version)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        writer = FolderWriter(partial, shapes, dtype, self._max_file_bytes)
+        shapes = {name: shape for name, (shape, _) in outline.items()}
+        dtypes = {name: dtype for name, (_, dtype) in outline.items()}
+        writer = FolderWriter(partial, shapes, dtypes, FILE_BYTES)
         try:
             for name, tensor in tensors:
                 writer.write(name, tensor)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from .packing import Layout
@@ -36,19 +37,21 @@ class RMSNorm(nn.Module):
 class PackedAttention(MegatronModule):
     """Causal attention inside each trajectory of a pack, by torch's scaled dot product.
 
-    query [T, heads, d], key and value [T, kv heads, d]; returns [T, heads * d]. Trajectories never see
+    query [T, heads, d], key [T, kv heads, d], value [T, kv heads, v]; returns [T, heads * v]. Trajectories never see
     each other, and padding at the end of the pack attends to itself alone. Under context parallelism the
     keys and values of all ranks are gathered once a pack; rank r's two chunks of a trajectory attend to the
-    prefixes that end with them.
+    prefixes that end with them. In a layer with a sliding window a token sees the last ``window`` tokens only.
     """
 
     def __init__(
         self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
         attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        pg_collection: Any = None, **_: Any,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window: int | None = config.window_size[0] + 1 if windowed else None
         self._ranks = config.context_parallel_size
         self._group = pg_collection.cp if self._ranks > 1 else None
 
@@ -69,9 +72,18 @@ class PackedAttention(MegatronModule):
         return torch.cat(outputs).reshape(query.shape[0], -1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """q [n, heads, T, d]; ``mask`` None: of positions from 0 on, each sees itself and what it may see before."""
+        if mask is None and self._window is not None and q.shape[2] > self._window:
+            position = torch.arange(q.shape[2], device=q.device)
+            mask = self._seen(position, position)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True
         )
+
+    def _seen(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """bool [T, S]: whether the token at a position of ``queries`` sees that at one of ``keys``."""
+        distance = queries[:, None] - keys
+        return distance >= 0 if self._window is None else (distance >= 0) & (distance < self._window)
 
     def _over_ranks(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
         """``lengths``: of the trajectories on this rank, two chunks each; see ``packing.Layout``."""
@@ -88,7 +100,7 @@ class PackedAttention(MegatronModule):
             for chunk, part in ((rank, q[:size]), (2 * ranks - 1 - rank, q[size:])):
                 end = (chunk + 1) * size
                 position = torch.arange(end, device=q.device)
-                mask = position[chunk * size :, None] >= position
+                mask = self._seen(position[chunk * size :], position)
                 q_piece, k_piece, v_piece = (z.transpose(0, 1)[None] for z in (part, k[:end], v[:end]))
                 outputs.append(self._attend(q_piece, k_piece, v_piece, mask)[0].transpose(0, 1))
         return torch.cat(outputs).reshape(query.shape[0], -1)

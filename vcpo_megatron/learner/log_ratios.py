@@ -29,6 +29,13 @@ class LogRatioExchange:
             dist.all_reduce(sums, group=self._parallel.context_group)
         return sums
 
+    def max_over_context(self, largest: torch.Tensor) -> torch.Tensor:
+        """Largest over the tokens of this rank -> over those of all context-parallel ranks."""
+        if self._parallel.context_size > 1:
+            largest = largest.contiguous()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._parallel.context_group)
+        return largest
+
     def of_step(self, pack: Pack, own: torch.Tensor) -> torch.Tensor:
         """l of this rank's trajectories -> of the micro-step's, float64 on the CPU."""
         if self._parallel.spread_size == 1:

@@ -17,14 +17,17 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
-from ..config.model_shape import Experts
+from ..config.experts import Experts
 from ..config.models import RunConfig
 from ..conversion.families import Family, ModelShape, open_model
 from ..conversion.hf import HFFolder
 from ..conversion.shards import load_shard, unconsumed
 from . import platform
+from .latent import LatentNorm, LatentSelfAttention, latent_options
 from .layers import PackedAttention, RMSNorm
 from .parallel import Parallel
 from .rope import attention_scale, inverse_frequencies
@@ -35,7 +38,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfig:
     """Megatron's configuration of the model in the run's layout."""
     dtype = _DTYPES[config.model.dtype]
-    return TransformerConfig(
+    kind = TransformerConfig if shape.latent is None else MLATransformerConfig
+    return kind(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -55,6 +59,7 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         **_layout_options(config),
+        **_window_options(shape),
         **_RECOMPUTE[config.model.recompute],
         # every value is read from the checkpoint; what Megatron would draw at random is never used
         perform_initialization=False,
@@ -64,14 +69,19 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
         moe_token_dispatcher_type=config.parallel.expert_dispatcher,
         # the schedule must not rescale: losses are normalised over the global batch by us
         calculate_per_token_loss=True,
-        # fusions would hide layer inputs, or add weight gradients past the accumulators
+        # of a plain backward only: where trajectories are separated, ``weight_gradients`` forms the product
+        gradient_accumulation_fusion=platform.kernels().adds_products,
+        # fusions would hide layer inputs
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        softmax_scale=attention_scale(shape.rope, shape.head_dim),
+        **(
+            {"softmax_scale": attention_scale(shape.rope, shape.head_dim)}
+            if shape.latent is None
+            else latent_options(shape.latent, shape.rope)
+        ),
         **(_expert_options(config, shape, shape.experts) if shape.experts is not None else {}),
     )
 
@@ -93,8 +103,22 @@ def _expert_options(config: RunConfig, shape: ModelShape, experts: Experts) -> d
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
-        "moe_shared_expert_gate": experts.shared_ffn_hidden_size > 0,
+        "moe_shared_expert_gate": experts.shared_ffn_hidden_size > 0 and experts.shared_gate,
+        "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
+        "moe_router_enable_expert_bias": experts.sigmoid,
+        "moe_router_bias_update_rate": 0.0,  # the bias would follow the load; it stays as it was stored
+        "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
+        "moe_router_group_topk": experts.top_groups if experts.groups > 1 else None,
+        "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1 else None,
     }
+
+
+def _window_options(shape: ModelShape) -> dict[str, Any]:
+    """Sliding windows: the tokens before and after the own one, and a 1 for every layer that has a window."""
+    if shape.window is None:
+        return {}
+    windowed = [int(layer in shape.window.layers) for layer in range(shape.num_layers)]
+    return {"window_size": (shape.window.tokens - 1, 0), "window_attn_skip_freq": windowed}
 
 
 #: model.recompute -> Megatron's options: of every layer only the input is kept, or all but attention's inside.
@@ -137,14 +161,19 @@ def _block_spec(config: TransformerConfig, shape: ModelShape, stage: int | None)
 
 
 def _layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    is_latent = isinstance(config, MLATransformerConfig)
     layer = get_gpt_layer_local_spec(
-        num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
-    )
+        num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm", qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=is_latent,
+    )  # fmt: skip
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    if is_latent:
+        layer.submodules.self_attention.module = LatentSelfAttention
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
 
@@ -205,12 +234,27 @@ def build_network(config: RunConfig, parallel: Parallel, family: Family, shape: 
             rotary_base=shape.rope.theta,
             vp_stage=stage,
         )
-        # Megatron knows some scalings, with constants of its own; here config.json decides about all of them
-        model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope, shape.head_dim)
+        _set_frequencies(model, shape)
         model.to(platform.device())
         _mark_tensor_parallel(model, family)
         chunks.append(model)
     return chunks
+
+
+def _set_frequencies(model: GPTModel, shape: ModelShape) -> None:
+    """Megatron knows some scalings, with constants of its own; here config.json decides about all of them."""
+    if shape.latent is None:
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope, shape.head_dim)
+        return
+    for layer in model.decoder.layers:
+        layer.self_attention.rotary_pos_emb = model.decoder.layers[0].self_attention.rotary_pos_emb  # one for all
+        layer.self_attention.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope, shape.latent.rotary)
+
+
+def named_weights(chunk: GPTModel) -> dict[str, Tensor]:
+    """Everything of a chunk that is stored: its parameters, and the biases that choose experts, under global names."""
+    biases = ((name, tensor) for name, tensor in chunk.named_buffers() if name.endswith(".router.expert_bias"))
+    return {global_name(chunk, name): tensor for name, tensor in (*chunk.named_parameters(), *biases)}
 
 
 def _mark_tensor_parallel(model: GPTModel, family: Family) -> None:
@@ -229,7 +273,7 @@ def _load_weights(
     model: GPTModel, folder: HFFolder, family: Family, shape: ModelShape, parallel: Parallel, padded: int
 ) -> None:
     """Fill every parameter, exactly once, from the folder; only this rank's shards are read."""
-    parameters = {global_name(model, name): parameter for name, parameter in model.named_parameters()}
+    parameters = named_weights(model)
     shards = load_shard(
         folder, family, shape, parameters, parallel.tensor_rank, parallel.tensor_size, padded,
         expert_tp_rank=parallel.expert_tensor_rank, expert_tp_size=parallel.expert_tensor_size,

@@ -3,7 +3,8 @@
     linear rows     v_t w_i ((R_i - b_i)/std + a/w_i)    v_t token weight or 1, w_i sequence weight or 1
     other rows      surrogate(ratios, (R_i - b_i)/std)_t + a
 
-Rows of groups without variance get 0. a is the behaviour anchor's coefficient.
+Rows of groups without variance get 0, but for a surrogate of the whole batch, which sees them with advantage 0. a is
+the behaviour anchor's coefficient.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ class Objective:
             return whole[pack.segments] * self.token_weights(pack, policy)
         tokens = self._tokens(pack, policy)
         found = SURROGATES[self.row.surrogate](tokens, self.advantages(rows).to(policy.device), self._bounds)
-        speaks = self.facts.has_variance[rows].to(policy.device)
-        return torch.where(tokens.spread(speaks) > 0, found + self.anchor, 0.0).to(policy.dtype)
+        speaks = tokens.spread(self.facts.has_variance[rows].to(policy.device)) > 0
+        silent = found if self.row.whole_batch else torch.zeros_like(found)
+        return torch.where(speaks, found + self.anchor, silent).to(policy.dtype)
 
     def _tokens(self, pack: Pack, policy: torch.Tensor) -> Tokens:
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)

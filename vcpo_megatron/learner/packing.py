@@ -101,6 +101,7 @@ class Pack:
     positions          int64   [T]   position in its own trajectory
     mask               bool    [T]   True where the label was sampled by the policy
     behavior_logprobs  float32 [T]   log mu(label), meaningful where ``mask``
+    current            bool    [T]   True where the label was sampled by the version that the step starts from
     segments           int64   [T]   which of the n trajectories; n for padding at the end
     boundaries         ints    [n+1] trajectory i holds tokens boundaries[i] to boundaries[i+1]
     all_tokens, all_segments  int64 [C T]  those of every context-parallel rank, one rank after another
@@ -115,6 +116,7 @@ class Pack:
     positions: torch.Tensor
     mask: torch.Tensor
     behavior_logprobs: torch.Tensor
+    current: torch.Tensor
     segments: torch.Tensor
     all_tokens: torch.Tensor
     all_segments: torch.Tensor
@@ -199,11 +201,12 @@ def plan_steps(rows: Sequence[Row], ranks: int, max_tokens: int) -> list[list[li
 
 def make_pack(
     rows: Sequence[Row], share: Share, device: torch.device, *, group: int | None = None,
-    step_rows: Sequence[Row] | None = None, offset: int = 0, at_least: int = 0,
+    step_rows: Sequence[Row] | None = None, offset: int = 0, at_least: int = 0, version: int | None = None,
 ) -> Pack:  # fmt: skip
     """Lay ``rows`` end to end and keep what context-parallel rank ``share.rank`` holds of them.
 
-    An empty pack (expert parallelism, virtual stages) is padding alone and needs ``group``.
+    ``version`` is the number of the learner's policy. An empty pack (expert parallelism, virtual stages) is padding
+    alone and needs ``group``.
     """
     costs = [row.cost for row in rows]
     layout = Layout.of(costs, share, at_least)
@@ -236,6 +239,7 @@ def make_pack(
         positions=own(np.concatenate([np.arange(length) for length in layout.lengths])),
         mask=own(filled([t.loss_mask[1:] for t in trajectories], 0, np.bool_)),
         behavior_logprobs=own(filled([t.behavior_logprobs[1:] for t in trajectories], 0.0, np.float32)),
+        current=own(filled([_sampled_by(t, version)[1:] for t in trajectories], 0, np.bool_)),
         segments=own(segments),
         all_tokens=every(tokens),
         all_segments=every(segments),
@@ -243,3 +247,7 @@ def make_pack(
         step_rows=tuple(rows if step_rows is None else step_rows),
         offset=offset,
     )
+
+
+def _sampled_by(trajectory: Trajectory, version: int | None) -> np.ndarray:
+    return np.zeros(len(trajectory.tokens), np.bool_) if version is None else trajectory.sampled_by(version)

@@ -8,6 +8,7 @@ Ranks that work on the same trajectories, or on the same experts at the same tim
 
     command     gloo, all ranks: commands and batches from rank 0, agreed numbers (CPU tensors)
     statistics  the replica's ranks: squared gradient norms of a group are summed here
+    replica     gloo, the same ranks: whether a step is left between two micro-batches
     pipeline    (copies of it) from the last stage to each earlier one: l_i, before that pack's backward; and
                 rows of the output layer's gradient to the first stage where it is tied to the embedding
     spread      l_i of one micro-step
@@ -55,6 +56,9 @@ class Parallel:
     pipeline_group: dist.ProcessGroup
     command_group: dist.ProcessGroup
     statistics_group: dist.ProcessGroup
+    replica_group: dist.ProcessGroup
+    replica_size: int
+    is_first_of_replica: bool
     log_ratio_group: dist.ProcessGroup
     tied_group: dist.ProcessGroup
     spread_group: dist.ProcessGroup
@@ -151,6 +155,9 @@ def initialize(config: RunConfig) -> Parallel:
         pipeline_group=mpu.get_pipeline_model_parallel_group(),
         command_group=dist.new_group(backend="gloo", timeout=timeout),
         statistics_group=_group_of(replica, timeout),
+        replica_group=_group_of(replica, timeout, backend="gloo"),
+        replica_size=len(replica),
+        is_first_of_replica=rank == replica[0],
         log_ratio_group=_group_of(pipeline, timeout),  # of its own, so that l_i never mixes with activations
         tied_group=_group_of(pipeline, timeout),
         spread_group=_group_of(spread, timeout),
@@ -158,13 +165,15 @@ def initialize(config: RunConfig) -> Parallel:
     )
 
 
-def _group_of(mine: tuple[int, ...], timeout: datetime.timedelta) -> dist.ProcessGroup:
+def _group_of(
+    mine: tuple[int, ...], timeout: datetime.timedelta, *, backend: str | None = None
+) -> dist.ProcessGroup:
     """A new communicator over this rank's ``mine``; called alike on all ranks, whose sets must not overlap."""
     members = [mine] * dist.get_world_size()
     dist.all_gather_object(members, mine)
     own = None
     for ranks in sorted(set(members)):  # every rank creates every group, in one order
-        group = dist.new_group(list(ranks), timeout=timeout)
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if ranks == mine:
             own = group
     assert own is not None
@@ -175,6 +184,15 @@ def agree_sum(table: torch.Tensor, parallel: Parallel) -> torch.Tensor:
     """Sum a CPU tensor over all ranks, in place; every rank then holds the same bits."""
     dist.all_reduce(table, group=parallel.command_group)
     return table
+
+
+def agree_equal(value: float, name: str, parallel: Parallel) -> float:
+    """``value``, when all ranks have it; RuntimeError, naming it, when they do not."""
+    pair = torch.tensor([value, -value], dtype=torch.float64)
+    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=parallel.command_group)
+    if pair[0] != value or pair[1] != -value:
+        raise RuntimeError(f"{name} differ between ranks: {-pair[1].item()} to {pair[0].item()}")
+    return value
 
 
 def destroy() -> None:

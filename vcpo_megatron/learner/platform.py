@@ -9,12 +9,16 @@ replaced, so the GPU path is Megatron's own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from ..config.fused_kernels import find_kernels
+from .kernels import Kernels, choose_kernels, tell_megatron
 
 _CPU = torch.device("cpu")
 
@@ -34,9 +38,25 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _CPU
 
 
+def runs_kernels() -> bool:
+    """True where fused GPU kernels can run."""
+    return has_gpu()
+
+
+@functools.cache
+def kernels() -> Kernels:
+    """The fused kernels that this rank uses; Megatron is told on the first call."""
+    return tell_megatron(choose_kernels(find_kernels(), can_run=runs_kernels()))
+
+
+@functools.cache
 def prepare() -> None:
-    """Bind this process to its GPU, or make Megatron run on CPUs. Call before Megatron objects exist."""
+    """Bind this process to its GPU, or make Megatron run on CPUs. Call before Megatron is imported; once is enough."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
+    if os.environ.get("RANK", "0") == "0":
+        for note in kernels().notes:
+            print(f"kernels: {note}", flush=True)
+    kernels()
     if has_gpu():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         return
@@ -105,12 +125,16 @@ def _mend_megatron() -> None:
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
+    import megatron.core.transformer.multi_latent_attention as latent
 
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     # 0.16.1 leaves this name undefined without TransformerEngine and then compares it with None.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    # Without TransformerEngine its wrappers import as None, and latent attention asks isinstance(x, None).
+    if latent.TELinear is None:
+        latent.HAVE_TE = False
     # Split sizes stay tensors when they already are on the CPU; all_to_all_single wants lists.
     dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, record_stream=False: (
         t.numpy() if as_numpy and torch.is_tensor(t) else t

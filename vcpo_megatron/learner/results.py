@@ -18,15 +18,17 @@ class RowTable:
 
     Columns: owners (how many ranks claim the row), log_ratio, logprob_sum (sum of v_t log pi_t over
     sampled tokens, see ``Objective.reported``), entropy_sum, has_norm, grad_norm, has_baseline, baseline,
-    fell_back, kl_sum (estimates of KL to the reference over sampled tokens).
+    fell_back, kl_sum (estimates of KL to the reference over sampled tokens), and of |log pi - log mu| on the
+    tokens of the current version mismatch_sum, mismatch_max and mismatch_tokens.
     """
 
     _COLUMNS = ("owners", "log_ratio", "logprob_sum", "entropy_sum", "has_norm", "grad_norm", "has_baseline",
-                "baseline", "fell_back", "kl_sum")  # fmt: skip
-    _RANK_NUMBERS = 4
+                "baseline", "fell_back", "kl_sum", "mismatch_sum", "mismatch_max", "mismatch_tokens")  # fmt: skip
+    _RANK_NUMBERS = 5
 
     def __init__(self, rows: int) -> None:
         self._values = torch.zeros(rows, len(self._COLUMNS), dtype=torch.float64)
+        self._left = 0.0
         self._non_finite_gradients = 0.0
         self._padded_tokens = 0.0
         self._accumulator_error = (0.0, 0.0)
@@ -51,10 +53,17 @@ class RowTable:
         """Sums of the KL estimates of these rows, float64 [n]."""
         self._values[list(rows), 9] = kl_sum
 
+    def record_mismatch(self, rows: Sequence[int], found: torch.Tensor) -> None:
+        """Sum, largest and number of |log pi - log mu| on tokens of the current version, float64 [n, 3]."""
+        self._values[list(rows), 10:13] = found
+
     def record_rank(
-        self, *, gradients_are_finite: bool, padded_tokens: int, accumulator_error: tuple[float, float] = (0.0, 0.0)
-    ) -> None:
-        """What this rank found as a whole; ``padded_tokens`` is 0 on all ranks but one of those that share packs."""
+        self, *, gradients_are_finite: bool, padded_tokens: int, accumulator_error: tuple[float, float] = (0.0, 0.0),
+        left: bool = False,
+    ) -> None:  # fmt: skip
+        """What this rank found as a whole; ``padded_tokens`` is 0 on all ranks but one of those that share packs.
+        ``left``: it has left the step before its end."""
+        self._left = float(left)
         self._non_finite_gradients = 0.0 if gradients_are_finite else 1.0
         self._padded_tokens = float(padded_tokens)
         self._accumulator_error = accumulator_error
@@ -62,17 +71,19 @@ class RowTable:
     def packed(self) -> torch.Tensor:
         """One vector to be summed over ranks; rows that another rank claims are left out."""
         values = torch.where(self._values[:, :1] > 0, self._values, 0.0)
-        numbers = [self._non_finite_gradients, self._padded_tokens, *self._accumulator_error]
+        numbers = [self._left, self._non_finite_gradients, self._padded_tokens, *self._accumulator_error]
         return torch.cat([values.reshape(-1), torch.tensor(numbers, dtype=torch.float64)])
 
     @classmethod
     def from_sum(cls, packed: torch.Tensor) -> RowTable:
-        """The table that all ranks agree on; RuntimeError when a row has no owner or several."""
+        """The table that all ranks agree on; RuntimeError when a row has no owner or several, but for a step
+        that was left."""
         table = cls(0)
         table._values = packed[: -cls._RANK_NUMBERS].reshape(-1, len(cls._COLUMNS))
-        finite, padded, error, size = packed[-cls._RANK_NUMBERS :].tolist()
+        left, finite, padded, error, size = packed[-cls._RANK_NUMBERS :].tolist()
+        table._left = left
         table._non_finite_gradients, table._padded_tokens, table._accumulator_error = finite, padded, (error, size)
-        if not bool((table._column("owners") == 1).all()):
+        if not table.left and not bool((table._column("owners") == 1).all()):
             raise RuntimeError("a trajectory of the batch was computed by no rank, or by several")
         return table
 
@@ -107,6 +118,11 @@ class RowTable:
         return self._column("kl_sum")
 
     @property
+    def mismatch(self) -> torch.Tensor:
+        """(sum, largest, number) of |log pi - log mu| on tokens of the current version: float64 [N, 3]."""
+        return self._values[:, 10:13]
+
+    @property
     def accumulator_error(self) -> float:
         """Relative error of accumulators of less than fp32, on the rows that are probed."""
         error, size = self._accumulator_error
@@ -115,6 +131,11 @@ class RowTable:
     @property
     def fell_back(self) -> torch.Tensor:
         return self._column("fell_back") > 0
+
+    @property
+    def left(self) -> bool:
+        """Whether any rank has left the step: it does not count then, and nothing else here means anything."""
+        return self._left > 0
 
     @property
     def padded_tokens(self) -> float:
@@ -186,8 +207,8 @@ def step_metrics(
 ) -> dict[str, float]:  # fmt: skip
     """The learner's share of a row of ``metrics.jsonl``."""
     advantage = (facts.rewards - facts.baselines(table)) * facts.inverse_std * weights
-    # a method that is not linear in the advantage has it in its token coefficients already
-    factor = torch.where(facts.has_variance, advantage if facts.linear else torch.ones_like(advantage), 0.0)
+    # a method that is not linear in the advantage has it in its token coefficients already, zeros included
+    factor = torch.where(facts.has_variance, advantage, 0.0) if facts.linear else torch.ones_like(advantage)
     norms = table.grad_norm[~table.grad_norm.isnan()]
     tokens = facts.sampled_tokens.sum()
     starts = torch.tensor([0, *facts.group_sizes[:-1]]).cumsum(0)

@@ -12,12 +12,13 @@ What is recorded belongs to one pack, so several packs may be in flight in a pip
 
     score_state    the pack's record, and whose rows a layer sees      score_linear   matrices
     score_vectors  norms and the embedding                             score_experts  dispatched tokens
-    score_tied     the cross term of tied embeddings
+    score_tied     the cross term of tied embeddings                score_alone    other layers, a trajectory at a time
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -27,41 +28,51 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from .layers import RMSNorm
 from .parallel import Parallel
+from .score_alone import alone_problem, attach_alone
 from .score_experts import ExpertOwners, attach_dispatcher
 from .score_linear import attach_linear, attach_router, attach_shared_gate
 from .score_state import PackScores, ScoreSwitch
 from .score_vectors import attach_embedding, attach_norm
 
-__all__ = ["PackScores", "ScoreSwitch", "UnsupportedLayer", "attach"]
+__all__ = ["Attached", "PackScores", "ScoreSwitch", "UnsupportedLayer", "attach"]
 
 _EXPERT = re.compile(r"(.+)\.experts\.local_experts\.(\d+)\..+")
 
 
 class UnsupportedLayer(RuntimeError):
-    """A parameter whose gradient cannot be separated by trajectory."""
+    """A parameter whose gradient cannot be separated by trajectory in this layout."""
+
+
+@dataclass(frozen=True)
+class Attached:
+    """parameters  under the names by which ``WeightGradients`` knows them
+    alone          names of those that need one trajectory a micro-batch
+    """
+
+    parameters: dict[str, torch.nn.Parameter]
+    alone: tuple[str, ...]
 
 
 def attach(
     model: torch.nn.Module, switch: ScoreSwitch, parallel: Parallel, *, prefix: str, tied: bool
-) -> dict[str, torch.nn.Parameter]:
+) -> Attached:
     """Make ``model`` (one chunk of a GPTModel) separate its gradients while ``switch.current`` is set.
 
-    Returns the parameters under the names by which ``WeightGradients`` knows them: ``prefix`` (unique
-    for the chunk) + name. ``tied``: input and output embedding are one parameter, here or on two stages.
-    UnsupportedLayer when a parameter belongs to a module of another kind, before anything was changed.
+    Names are ``prefix`` (unique for the chunk) + Megatron's. ``tied``: input and output embedding are one parameter,
+    here or on two stages. A parameter of a module of another kind is separated by micro-batches of one trajectory;
+    UnsupportedLayer where the layout does not let that be exact, before anything was changed.
     """
-    kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, RMSNorm, TopKRouter, SharedExpertMLP)
-    modules = [(path, module) for path, module in model.named_modules() if isinstance(module, kinds)]
-    handled = {id(parameter) for _, module in modules for parameter in module.parameters(recurse=False)}
+    modules = [(path, module) for path, module in model.named_modules() if _is_separable(module)]
     parameters = {prefix + name: parameter for name, parameter in model.named_parameters()}
     names = {id(parameter): name for name, parameter in parameters.items()}
-    strange = [name for key, name in names.items() if key not in handled]
-    strange += [
-        f"{path}.bias" for path, module in modules if isinstance(module, (RowParallelLinear, TopKRouter))
-        and module.bias is not None
-    ]  # fmt: skip
-    if strange:
-        raise UnsupportedLayer(f"no exact per-trajectory gradient for {', '.join(strange)}")
+    # a bias of a row-parallel layer is added outside of what is replaced
+    handled = {id(parameter) for _, module in modules for name, parameter in module.named_parameters(recurse=False)
+               if not (isinstance(module, RowParallelLinear) and name == "bias")}  # fmt: skip
+    alone = {name: parameter for name, parameter in parameters.items() if id(parameter) not in handled}
+    if alone and (problem := alone_problem(list(alone.values()), parallel)):
+        raise UnsupportedLayer(f"no exact per-trajectory gradient for {', '.join(alone)}: {problem}")
+    for name, parameter in alone.items():
+        attach_alone(parameter, name, switch)
     owners = {}
     for path, module in model.named_modules():
         if isinstance(module, MoELayer):
@@ -83,4 +94,12 @@ def attach(
             attach_shared_gate(module, switch, names, parallel.tensor_group)
         else:
             attach_router(module, switch, names, parallel.tensor_group)
-    return parameters
+    return Attached(parameters, tuple(alone))
+
+
+def _is_separable(module: torch.nn.Module) -> bool:
+    """A module that one of the four ways serves. A router with a bias is not: the gate has none."""
+    if isinstance(module, TopKRouter):
+        return module.bias is None
+    kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, RMSNorm, SharedExpertMLP)
+    return isinstance(module, kinds)

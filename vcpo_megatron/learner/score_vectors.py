@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.nn import Parameter
 
+from .latent import LatentNorm
 from .parallel import Parallel
 from .score_state import PackScores, ScoreSwitch, gather_rows
 from .score_tied import receive_tied_rows, token_pairs
@@ -56,7 +57,7 @@ class _ScoredNorm(torch.autograd.Function):
 def attach_norm(module: Any, switch: ScoreSwitch, names: dict[int, str], path: str, parallel: Parallel) -> None:
     """An RMSNorm of hidden states, or of the heads that this tensor rank holds."""
     original = module.forward
-    of_heads = path.endswith(("q_layernorm", "k_layernorm"))
+    of_heads = path.endswith(("q_layernorm", "k_layernorm")) and not isinstance(module, LatentNorm)
     sequence_parallel = parallel.sequence_parallel and not of_heads
     kind = "partial" if sequence_parallel or of_heads else "replicated"
     name = names[id(module.weight)]

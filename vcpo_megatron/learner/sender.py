@@ -75,20 +75,19 @@ class WeightSender:
 
     def __init__(
         self, config: RunConfig, context: ProcessContext, parallel: Parallel, trainable: Trainable,
-        control: ControlClient | None,
+        gatherer: WeightGatherer, control: ControlClient | None,
     ) -> None:  # fmt: skip
         rollout = config.rollout
         self._config, self._parallel, self._trainable, self._control = config, parallel, trainable, control
         self._way = rollout.sync if rollout.sync != "auto" else "distributed" if platform.has_gpu() else "tensor"
-        self._gatherer = WeightGatherer(trainable, parallel)
+        self._gatherer = gatherer
         self._snapshots = Snapshots(self._gatherer.shards, _HELD[self._way])
         patience = datetime.timedelta(seconds=config.launch.timeout_s + rollout.sync_timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=patience) if parallel.world_size > 1 else None
-        self._shapes = self._gatherer.shapes()
-        self._dtype = next(iter(trainable.chunks[0].parameters())).dtype
-        self._folders = WeightFolders(context.directory.weights, config.model.path, 5 * 10**9)
+        self._outline = gatherer.outline()
+        self._folders = WeightFolders(context.directory.weights, config.model.path)
         self._groups = GroupSender(
-            plan_buckets(self._shapes, self._dtype, rollout.bucket_bytes), platform.backend(), rollout.sync_timeout_s,
+            plan_buckets(self._outline, rollout.bucket_bytes), platform.backend(), rollout.sync_timeout_s,
             context.directory.log("broadcaster", 0), self._poll,
         )  # fmt: skip
         self._published: deque[PolicyVersion] = deque()
@@ -200,7 +199,7 @@ class WeightSender:
             pieces = tuple(serialize_bucket(bucket) for bucket in buckets(stream, self._config.rollout.bucket_bytes))
             self._control.send(WeightsReady(version, pieces, checksums=_result(checksums)))
         else:
-            path = self._folders.write(version, stream, self._shapes, self._dtype)
+            path = self._folders.write(version, stream, self._outline)
             self._control.send(WeightsReady(version, path=str(path), checksums=_result(checksums)))
 
     def _serve(self, message: Message) -> None:

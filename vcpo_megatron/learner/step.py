@@ -30,29 +30,35 @@ from ..algorithm import importance
 from ..config.models import RunConfig
 from ..types import Batch, PolicyVersion, StepResult
 from . import platform
+from .leaving import Forward, Leaving, StepLeft
 from .log_ratios import LogRatioExchange
 from .logprobs import squared_score_norms, token_logprobs
+from .mismatch import mismatch_metrics, pack_mismatch
 from .objective import Objective
 from .opob_sums import Bucket, DeferredGradients, GroupNorms, OpobSums
 from .packing import Pack, batch_rows
-from .parallel import Parallel, agree_sum
+from .parallel import Parallel, agree_equal, agree_sum
 from .regularizers import ReferenceWeights, regularizer
 from .results import RowTable, step_metrics, trajectory_results
 from .schedule import ForwardStep, Loss, as_loss, forward_tokens, run_schedule
 from .score_gradients import attach
 from .score_state import Coefficients, PackScores, ScoreSwitch
-from .step_plan import StepPlan
+from .step_plan import StepPlan, packing_for
 from .step_size import EssState, batch_ess_ratio
 from .training import Trainable
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Forward = Callable[[Pack, torch.nn.Module], ForwardStep]
 
 
 class VcpoStep:
-    """The learner's step. Built once, before a checkpoint is loaded; ``run`` is called by all ranks with one batch."""
+    """The learner's step. Built once, before a checkpoint is loaded; ``run`` is called by all ranks with one batch.
 
-    def __init__(self, config: RunConfig, parallel: Parallel, trainable: Trainable) -> None:
+    ``leave_asked()`` is called on rank 0 in the middle of a step: whether it is to be left."""
+
+    def __init__(
+        self, config: RunConfig, parallel: Parallel, trainable: Trainable, *,
+        leave_asked: Callable[[], bool] | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.parallel = parallel
         self.trainable = trainable
@@ -61,6 +67,7 @@ class VcpoStep:
         algorithm = config.algorithm
         self._mode = algorithm.opob_mode if algorithm.row.needs_norms else "plain"
         self._switch = ScoreSwitch()
+        self._packing = config
         self._groups = self._attach() if self._mode in ("accumulate", "deferred", "two_pass") else None
         self._reference = ReferenceWeights(trainable.chunks) if algorithm.kl_reference == "initial" else None
         if self._reference is not None and parallel.rank == 0:
@@ -71,13 +78,18 @@ class VcpoStep:
         self._proxy = torch.zeros(0, dtype=torch.float64)
         self._token_ratios: dict[int, torch.Tensor] = {}
         self._messages = LogRatioExchange(parallel, self._device)
+        self._leaving = Leaving(parallel, leave_asked)
 
     def _attach(self) -> GroupNorms:
         algorithm, parallel, chunks = self.config.algorithm, self.parallel, self.trainable.chunks
         tied = self.trainable.shape.tie_word_embeddings
         parameters: dict[str, torch.nn.Parameter] = {}
+        alone: list[str] = []
         for number, chunk in enumerate(chunks):
-            parameters |= attach(chunk, self._switch, parallel, prefix=f"{number}.", tied=tied)
+            attached = attach(chunk, self._switch, parallel, prefix=f"{number}.", tied=tied)
+            parameters |= attached.parameters
+            alone += attached.alone
+        self._packing = packing_for(alone, self.config, parallel)
         common = (parameters, len(chunks), parallel)
         if self._mode == "accumulate":
             dtype = _DTYPES[algorithm.opob_accumulator_dtype]
@@ -93,25 +105,33 @@ class VcpoStep:
 
     # --- the method ---------------------------------------------------------------------------
 
-    def run(self, batch: Batch, version: PolicyVersion) -> StepResult:
+    def run(self, batch: Batch, version: PolicyVersion) -> StepResult | None:
         """Take one step on ``batch``; ``version`` names the policy that it makes.
 
-        Every rank returns the same result. A step with a non-finite number leaves parameters, optimizer
-        and schedule unchanged and says so.
+        Every rank returns the same result: None when the step was left before its end. A step that was left, or has a
+        non-finite number, leaves parameters, optimizer and schedule unchanged; the latter says so.
         """
         started = time.perf_counter()
-        plan = self._plan(batch)
+        plan = self._plan(batch, version.number - 1)
         self.trainable.zero_gradients()
-        self._gradient(plan.silent, plan.speaking)  # l_i -> w_i; |g_i| -> b_g; G
+        self._leaving.begin(str(version))
+        buckets = self.trainable.overlapped_buckets()
+        # l_i -> w_i; |g_i| -> b_g; G
+        left = self._leaving.leaves(lambda: self._gradient(plan.silent, plan.speaking, buckets))
+        if left:
+            self._start_reductions(buckets)  # as the ranks do that have not left
         seconds = time.perf_counter() - started
         finalize_model_grads(list(self.trainable.wrapped))
-        table, algorithm = self._agree([*plan.silent, *plan.speaking]), self.config.algorithm
+        table, algorithm = self._agree([*plan.silent, *plan.speaking], left), self.config.algorithm
+        if table.left:
+            return None
         ratio = batch_ess_ratio(table.log_ratio, algorithm.ess_weights, algorithm.is_threshold)
         scale = self.ess_state.scale(ratio, algorithm)
         skipped = "" if math.isfinite(ratio) and table.finite else "non-finite step"
         learning_rate, total_norm = math.nan, math.nan
         if not skipped:
-            learning_rate = self._agreed(self.trainable.scheduled_learning_rate() * scale)
+            scaled = self.trainable.scheduled_learning_rate() * scale
+            learning_rate = agree_equal(scaled, "learning rates", self.parallel)
             total_norm = self.trainable.optimizer_step(learning_rate)
             self.ess_state.record(ratio)
         facts, weights = self._objective.facts, self._objective.sequence_weights(table.log_ratio)
@@ -120,27 +140,30 @@ class VcpoStep:
             ess_ratio_truncated=batch_ess_ratio(table.log_ratio, "truncated", algorithm.is_threshold),
             ess_scale=scale, learning_rate=learning_rate, total_norm=total_norm, skipped=bool(skipped),
             seconds=seconds,
-        )  # fmt: skip
+        ) | mismatch_metrics(table)  # fmt: skip
         return StepResult(batch.step, version, skipped, metrics, trajectory_results(table, facts, weights, batch))
 
-    def _gradient(self, silent: Sequence[Pack], packs: Sequence[Pack]) -> None:
+    def _gradient(self, silent: Sequence[Pack], packs: Sequence[Pack], buckets: Sequence[Bucket]) -> None:
         """The gradient of the whole batch; groups of one reward (``silent``) have none, but ESS needs their l_i."""
-        everything, regularized = [*silent, *packs], self.config.algorithm.regularized
-        self._score_by_reference(everything)
+        everything, algorithm = [*silent, *packs], self.config.algorithm
         if self._objective.row.statistic:
             self._find_statistic(everything)
-        else:
+        self._score_by_reference(everything)
+        if not self._objective.row.statistic:
             self._schedule(silent, self._forward_scoring, forward_only=True)
         if self._mode == "proxy":
             self._schedule(self._cut_groups(packs), self._forward_scoring, forward_only=True)
-        buckets = self.trainable.overlapped_buckets()
         if self._mode in ("accumulate", "deferred"):
-            if regularized:
+            if algorithm.regularized:
                 self._schedule(everything, self._forward_regularizer)
             return self._exact_backward(packs, buckets)
         if self._mode == "two_pass":
             self._exact_backward(packs, [])
-        self._schedule(everything if regularized else packs, self._forward_plain)
+        whole = algorithm.regularized or algorithm.row.whole_batch
+        self._schedule(everything if whole else packs, self._forward_plain)
+        self._start_reductions(buckets)
+
+    def _start_reductions(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
             bucket.start_grad_sync()
 
@@ -171,14 +194,14 @@ class VcpoStep:
 
     # --- plan ---------------------------------------------------------------------------------
 
-    def _plan(self, batch: Batch) -> StepPlan:
-        groups, config = batch_rows(batch), self.config
+    def _plan(self, batch: Batch, version: int) -> StepPlan:
+        groups, config = batch_rows(batch), self._packing
         self._objective = Objective(
             config.algorithm, groups, config.rollout.max_new_tokens, self.ess_state.previous_ratio
         )
         self._table = RowTable(len(self._objective.facts.rewards))
         self._proxy = torch.full((len(self._objective.facts.rewards),), math.nan, dtype=torch.float64)
-        return StepPlan.of(groups, self._objective.scales, config, self.parallel, self._device)
+        return StepPlan.of(groups, self._objective.scales, config, self.parallel, self._device, version)
 
     def _group_size(self, pack: Pack) -> int:
         return self._objective.facts.group_sizes[pack.group]
@@ -191,6 +214,8 @@ class VcpoStep:
 
     def _schedule(self, packs: Sequence[Pack], forward: Forward, *, forward_only: bool = False) -> None:
         length = packs[0].length if packs else 0
+        self._leaving.look()
+        forward = self._leaving.between_micro_batches(forward)
         with self.trainable.no_sync():
             run_schedule(self.trainable.wrapped, packs, forward, tokens=length, forward_only=forward_only)
 
@@ -211,13 +236,17 @@ class VcpoStep:
     def _find_statistic(self, packs: Sequence[Pack]) -> None:
         """A forward of the whole batch for the one number that the method's row asks for, the same on all ranks."""
         self._token_ratios.clear()
-        self._schedule(packs, self._forward_scoring, forward_only=True)
-        ratios = torch.zeros(int(self._objective.facts.sampled_tokens.sum()), dtype=torch.float64)
+        left = self._leaving.leaves(lambda: self._schedule(packs, self._forward_scoring, forward_only=True))
+        ratios = torch.zeros(int(self._objective.facts.sampled_tokens.sum()) + 1, dtype=torch.float64)
+        ratios[-1] = float(left)  # all ranks take part in the sum below, and learn it there
         if self.parallel.speaks_for_trajectories:
             starts = self._objective.facts.sampled_tokens.cumsum(0) - self._objective.facts.sampled_tokens
             for row, values in self._token_ratios.items():
                 ratios[int(starts[row]) : int(starts[row]) + len(values)] = values
-        self._objective.set_statistic(agree_sum(ratios, self.parallel))
+        agree_sum(ratios, self.parallel)
+        if ratios[-1] > 0:
+            raise StepLeft
+        self._objective.set_statistic(ratios[:-1])
 
     def _output(self, pack: Pack, model: torch.nn.Module) -> torch.Tensor:
         return forward_tokens(model, pack.tokens, pack.positions, pack.layout)
@@ -300,6 +329,7 @@ class VcpoStep:
 
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
         self._table.record_forward(index, sums(ratios), torch.zeros(n), sums(entropy.detach()))
+        self._table.record_mismatch(index, pack_mismatch(pack, ratios, self._messages))
         if self._mode == "proxy":
             self._record_proxy(pack, logits, policy)
         if objective.needs_statistic:
@@ -375,10 +405,10 @@ class VcpoStep:
 
     # --- agreement ------------------------------------------------------------------------------
 
-    def _agree(self, packs: Sequence[Pack]) -> RowTable:
+    def _agree(self, packs: Sequence[Pack], left: bool) -> RowTable:
         """Every trajectory's numbers on every rank, by one SUM of a table of which each row has one owner.
 
-        The same reduction says whether any rank holds a non-finite gradient.
+        The same reduction says whether any rank holds a non-finite gradient, or has left the step.
         """
         speaks = self.parallel.speaks_for_trajectories
         owned = self._table if speaks else RowTable(len(self._objective.facts.rewards))
@@ -386,13 +416,6 @@ class VcpoStep:
             gradients_are_finite=self.trainable.gradients_are_finite(),
             padded_tokens=sum(pack.padded for pack in packs) if speaks else 0,
             accumulator_error=(0.0, 0.0) if self._groups is None else self._groups.accumulator_error,
+            left=left,
         )
         return RowTable.from_sum(agree_sum(owned.packed(), self.parallel))
-
-    def _agreed(self, learning_rate: float) -> float:
-        """Assert that all ranks are about to step by the same learning rate."""
-        pair = torch.tensor([learning_rate, -learning_rate], dtype=torch.float64)
-        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=self.parallel.command_group)
-        if pair[0] != learning_rate or pair[1] != -learning_rate:
-            raise RuntimeError(f"learning rates differ between ranks: {-pair[1].item()} to {pair[0].item()}")
-        return learning_rate

@@ -16,7 +16,7 @@ Gradients go straight into the parameter's fp32 ``main_grad``; autograd is told 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -24,17 +24,22 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import platform
+from .kernels import add_product
 
 if TYPE_CHECKING:
-    from .score_state import Coefficients, PackScores, Tokens
+    from .score_state import PackScores, Tokens
 
 #: FLOPs of a matrix product in the time of one pass (read, scale, add) over one fp32 element. Measured on a
-#: CPU core: 13. An H100-class GPU by its data sheet (12 bytes at 3.3 TB/s, 400 TFLOP/s): about 1,500.
-PASS_FLOPS_CPU, PASS_FLOPS_GPU = 13, 1500
-#: Trajectories of at most this many tokens share one batched Gram product, padded to powers of two.
-BATCHED_TOKENS = 64
+#: CPU core, in blocks: 30. An H100-class GPU by its data sheet (12 bytes at 3.3 TB/s, 400 TFLOP/s): about 1,500.
+PASS_FLOPS_CPU, PASS_FLOPS_GPU = 30, 1500
+#: Trajectories of at most this many tokens share one batched Gram product, padded to powers of two. On a CPU
+#: the padded copies cost more than the calls that they save.
+BATCHED_TOKENS_CPU, BATCHED_TOKENS_GPU = 16, 64
 #: Tokens of one block of the triangular Gram product.
-GRAM_BLOCK = 256
+GRAM_BLOCK_CPU, GRAM_BLOCK_GPU = 64, 256
+#: On a CPU an explicit W_i is made in blocks of about this many elements (1 MiB), which stay in cache through
+#: the norm and the additions, but of so many rows that the product stays efficient.
+BLOCK_ELEMENTS, BLOCK_ROWS = 1 << 18, 128
 
 
 class Accumulator(dict[str, Tensor]):
@@ -71,7 +76,7 @@ class WeightGradients(Protocol):
         """A linear weight [d_out, d_in] from inputs [R, d_in] and grads [R, d_out]."""
 
     def vector(self, scores: PackScores, name: str, weight: Parameter, per: Tensor) -> None:
-        """A bias or norm weight [d] from fp32 gradients [own n, d] of this rank's trajectories; norms: the caller's."""
+        """Any weight [...] from fp32 gradients [own n, ...] of this rank's trajectories; norms: the caller's."""
 
     def rows(
         self, scores: PackScores, name: str, weight: Parameter, owner: Tensor, index: Tensor, rows: Tensor
@@ -95,27 +100,15 @@ def accumulate_limit(d_in: int, d_out: int, *, shared: bool = False) -> int:
     An explicit W_i costs three passes over its elements. Against it stand a second product over the tokens, for
     S_g, or, where trajectories share rewards (``shared``), the T^2 (d_in + d_out) FLOPs of the Gram product alone.
     """
-    passes, edge = 3 * _pass_flops(), crossover(d_in, d_out)
+    passes, edge = 3 * constants(gpu=platform.has_gpu())[0], crossover(d_in, d_out)
     return min(edge, math.isqrt(passes * edge) if shared else passes // 2)
 
 
-def _pass_flops() -> int:
-    return PASS_FLOPS_GPU if platform.has_gpu() else PASS_FLOPS_CPU
-
-
-def by_ratio(coefficients: Coefficients) -> dict[float, list[int]] | None:
-    """Trajectories by r_i / q_i, without those of r_i = q_i = 0; None where some r_i has no q_i.
-
-    Trajectories of one reward share the ratio (without an anchor it is (R_i - m_g) / std_g, to rounding), and so
-    one sum of q_i W_i serves both the gradient and S_g.
-    """
-    classes: dict[float, list[int]] = {}
-    for i, (r, q) in enumerate(zip(coefficients.gradient.tolist(), coefficients.sums.tolist(), strict=True)):
-        if q == 0.0 and r != 0.0:
-            return None
-        if q != 0.0:
-            classes.setdefault(round(r / q, 12), []).append(i)
-    return classes
+def constants(*, gpu: bool) -> tuple[int, int, int]:
+    """FLOPs of a pass, longest trajectory of a batched Gram product, and block of a triangular one."""
+    if gpu:
+        return PASS_FLOPS_GPU, BATCHED_TOKENS_GPU, GRAM_BLOCK_GPU
+    return PASS_FLOPS_CPU, BATCHED_TOKENS_CPU, GRAM_BLOCK_CPU
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -129,11 +122,20 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, grads: Tensor, factors: Tensor, inputs: Tensor) -> None:
     """total += sum_t factors[t] grads[t]^T inputs[t]."""
-    scaled = (grads.float() * factors[:, None]).to(grads.dtype).t()
+    grads, inputs = _scaled(grads, factors, inputs)
     if total.dtype is torch.float32 and grads.dtype is torch.float32:
-        total.addmm_(scaled, inputs)
+        total.addmm_(grads.t(), inputs)
+    elif total.dtype is torch.float32 and platform.kernels().adds_products:
+        add_product(total, grads, inputs)
     else:
-        total.add_(_product(scaled, inputs))
+        total.add_(_product(grads.t(), inputs))
+
+
+def _scaled(grads: Tensor, factors: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """grads and inputs with one of them, the narrower, multiplied by ``factors`` row by row."""
+    if grads.shape[1] <= inputs.shape[1]:
+        return (grads.float() * factors[:, None]).to(grads.dtype), inputs
+    return grads, (inputs.float() * factors[:, None]).to(inputs.dtype)
 
 
 def add_gram_norms(scores: PackScores, tokens: Tokens, limit: int, inputs: Tensor, grads: Tensor) -> None:
@@ -141,8 +143,8 @@ def add_gram_norms(scores: PackScores, tokens: Tokens, limit: int, inputs: Tenso
 
     Where ranks hold different tokens of a trajectory, every rank multiplies its rows with all of them.
     """
-    alone = tokens.group is None
-    buckets = tokens.buckets(min(limit, BATCHED_TOKENS) if alone else limit)
+    alone, batched = tokens.group is None, constants(gpu=platform.has_gpu())[1]
+    buckets = tokens.buckets(min(limit, batched) if alone else limit)
     if buckets:
         all_inputs, all_grads = tokens.gather(inputs), tokens.gather(grads)
         for members, local, whole in buckets:
@@ -151,7 +153,7 @@ def add_gram_norms(scores: PackScores, tokens: Tokens, limit: int, inputs: Tenso
             scores.owned.index_add_(0, members, gram.sum((1, 2), dtype=torch.float64))
     if alone:
         for i, length in enumerate(tokens.whole.counts):
-            if BATCHED_TOKENS < length <= limit:
+            if batched < length <= limit:
                 rows = tokens.local.rows(i)
                 scores.owned[i] += _triangular_gram(inputs[rows], grads[rows])
 
@@ -166,9 +168,9 @@ def _picked(values: Tensor, positions: Tensor) -> Tensor:
 
 def _triangular_gram(a: Tensor, g: Tensor) -> Tensor:
     """<a a^T, g g^T> of a [t, d_in], g [t, d_out] by the lower triangle of blocks, float64 scalar."""
-    total = torch.zeros((), dtype=torch.float64, device=a.device)
-    for start in range(0, len(a), GRAM_BLOCK):
-        rows_a, rows_g = a[start : start + GRAM_BLOCK], g[start : start + GRAM_BLOCK]
+    total, block = torch.zeros((), dtype=torch.float64, device=a.device), constants(gpu=platform.has_gpu())[2]
+    for start in range(0, len(a), block):
+        rows_a, rows_g = a[start : start + block], g[start : start + block]
         total += _product(rows_a, rows_a.t()).mul_(_product(rows_g, rows_g.t())).sum(dtype=torch.float64)
         if start:
             below = _product(rows_a, a[:start].t()).mul_(_product(rows_g, g[:start].t()))
@@ -176,12 +178,48 @@ def _triangular_gram(a: Tensor, g: Tensor) -> Tensor:
     return total
 
 
-def _explicit(scores: PackScores, tokens: Tokens, i: int, inputs: Tensor, grads: Tensor) -> Tensor:
+def _whole(scores: PackScores, tokens: Tokens, i: int, inputs: Tensor, grads: Tensor) -> Tensor:
     """This rank's summand of W_i [d_out, d_in], fp32; the squared norm of the whole is recorded."""
     rows = tokens.local.rows(i)
     w = _product(grads[rows].t(), inputs[rows])
     scores.owned[i] += tokens.squared_norm(w)
     return w
+
+
+def _blocks(d_out: int, d_in: int) -> list[slice]:
+    """Rows of a weight that are made together."""
+    size = d_out if platform.has_gpu() else max(BLOCK_ROWS, BLOCK_ELEMENTS // d_in)
+    return [slice(start, start + size) for start in range(0, d_out, size)]
+
+
+def _in_blocks(
+    scores: PackScores, tokens: Tokens, members: Sequence[int], inputs: Tensor, grads: Tensor
+) -> Iterator[tuple[slice, Iterator[tuple[int, Tensor]]]]:
+    """Blocks of rows, and (i, W_i[rows]) of all ``members`` in each; all of it is to be taken.
+
+    A block of what W_i is added to is still in cache when the next trajectory's comes. Squared norms are recorded
+    in the end.
+    """
+    if tokens.group is not None:  # the ranks' summands meet in one message
+        yield slice(None), ((i, _whole(scores, tokens, i, inputs, grads)) for i in members)
+    elif members:
+        cuts = [tokens.local.rows(i) for i in members]
+        parts = [(i, grads[cut].t(), inputs[cut]) for i, cut in zip(members, cuts, strict=True)]
+        norms: list[Tensor] = []
+        for rows in _blocks(grads.shape[1], inputs.shape[1]):
+            yield rows, _block(parts, rows, norms)
+        squares = torch.stack(norms).double().square().view(-1, len(parts)).sum(0)
+        scores.owned.index_add_(0, torch.tensor(members, device=squares.device), squares)
+
+
+def _block(
+    parts: Sequence[tuple[int, Tensor, Tensor]], rows: slice, norms: list[Tensor]
+) -> Iterator[tuple[int, Tensor]]:
+    """(i, W_i[rows]) of ``parts`` (i, G_i^T, A_i); their norms are added to ``norms``."""
+    for i, g, a in parts:
+        w = _product(g[rows], a)
+        norms.append(torch.linalg.vector_norm(w))
+        yield i, w
 
 
 def _split(tokens: Tokens, limit: int) -> tuple[list[int], list[int]]:
@@ -213,7 +251,7 @@ class Accumulate:
         r, q = scores.coefficients.gradient, scores.coefficients.sums
         main, total, probe = main_gradient(weight), scores.accumulator[name], scores.accumulator.probe.get(name)
         d_in, d_out = inputs.shape[1], grads.shape[1]
-        classes = by_ratio(scores.coefficients)
+        classes = scores.coefficients.by_ratio
         shared = classes is not None and 2 * len(classes) <= scores.n
         # where W_i must be reduced over ranks, its size against that of the rows decides
         limit = crossover(d_in, d_out) if tokens.group else accumulate_limit(d_in, d_out, shared=shared)
@@ -224,16 +262,21 @@ class Accumulate:
             for ratio, members in classes.items():
                 if chosen := sorted(set(members) & set(short)):
                     a, g, ids = _rows_of(tokens, chosen, inputs, grads, tokens.local.ids)
-                    w = _product((g.float() * _on_rows(q, ids)[:, None]).to(g.dtype).t(), a)
-                    self._add(w, ratio, 1.0, main, total, probe)
+                    g, a = _scaled(g, _on_rows(q, ids), a)
+                    for rows in _blocks(d_out, d_in):
+                        first = None if rows.start else probe
+                        self._add(_product(g[:, rows].t(), a), ratio, 1.0, main[rows], total[rows], first)
         elif short:
             a, g, ids = _rows_of(tokens, short, inputs, grads, tokens.local.ids)
             _add_product(main, g, _on_rows(r, ids), a)
             _add_product(total, g, _on_rows(q, ids), a)
             if probe is not None:
                 probe.add_((_on_rows(q, ids) * g[:, 0].float()) @ a.float())
-        for i in long:
-            self._add(_explicit(scores, tokens, i, inputs, grads), float(r[i]), float(q[i]), main, total, probe)
+        factors = list(zip(r.tolist(), q.tolist(), strict=True))
+        for rows, shares in _in_blocks(scores, tokens, long, inputs, grads):
+            main_rows, total_rows, first = main[rows], total[rows], None if rows.start else probe
+            for i, w in shares:
+                self._add(w, *factors[i], main_rows, total_rows, first)
 
     def _add(self, w: Tensor, r: float, q: float, main: Tensor, total: Tensor, probe: Tensor | None) -> None:
         main.add_(w, alpha=r)
@@ -243,8 +286,9 @@ class Accumulate:
 
     def vector(self, scores: PackScores, name: str, weight: Parameter, per: Tensor) -> None:
         assert scores.coefficients is not None
-        scores.accumulator[name].add_(scores.coefficients.sums[scores.own].to(per) @ per)
-        main_gradient(weight).add_(scores.coefficients.gradient[scores.own].to(per) @ per)
+        r, q = (c[scores.own].to(per) for c in (scores.coefficients.gradient, scores.coefficients.sums))
+        scores.accumulator[name].add_(torch.tensordot(q, per, 1))
+        main_gradient(weight).add_(torch.tensordot(r, per, 1))
 
     def rows(
         self, scores: PackScores, name: str, weight: Parameter, owner: Tensor, index: Tensor, rows: Tensor
@@ -268,8 +312,9 @@ class NormsOnly:
         short, long = _split(tokens, limit)
         if short:
             add_gram_norms(scores, tokens, limit, inputs, grads)
-        for i in long:
-            _explicit(scores, tokens, i, inputs, grads)
+        for _, shares in _in_blocks(scores, tokens, long, inputs, grads):
+            for _ in shares:
+                pass  # the norms are all that is wanted
 
     def vector(self, scores: PackScores, name: str, weight: Parameter, per: Tensor) -> None: ...
 
@@ -292,11 +337,11 @@ class Deferred:
             a, g, ids = _rows_of(tokens, short, inputs, grads, tokens.local.ids)
             scores.kept.append(lambda final: _add_product(main, g, _on_rows(final, ids), a))
         for i in long:
-            scores.kept.append(_later(main, _explicit(scores, tokens, i, inputs, grads), i))
+            scores.kept.append(_later(main, _whole(scores, tokens, i, inputs, grads), i))
 
     def vector(self, scores: PackScores, name: str, weight: Parameter, per: Tensor) -> None:
         main, own = main_gradient(weight), scores.own
-        scores.kept.append(lambda final: main.add_(final[own].to(per) @ per))
+        scores.kept.append(lambda final: main.add_(torch.tensordot(final[own].to(per), per, 1)))
 
     def rows(
         self, scores: PackScores, name: str, weight: Parameter, owner: Tensor, index: Tensor, rows: Tensor

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .model import global_name
+from .model import named_weights
 from .parallel import Parallel
 from .training import Trainable
 
 
 @dataclass(frozen=True)
 class _Held:
-    """What one rank holds: its coordinates, and the shape of each of its parameters."""
+    """What one rank holds: its coordinates, and shape and dtype of each of its parameters."""
 
     rank: int
     data_rank: int
     tensor_rank: int
     expert_tensor_rank: int
-    parameters: dict[str, tuple[int, ...]]
+    parameters: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class WeightGatherer:
@@ -35,10 +35,10 @@ class WeightGatherer:
     def __init__(self, trainable: Trainable, parallel: Parallel) -> None:
         self._trainable = trainable
         self._parallel = parallel
-        self._own = {global_name(c, n): p for c in trainable.chunks for n, p in c.named_parameters()}
+        self._own = {name: tensor for chunk in trainable.chunks for name, tensor in named_weights(chunk).items()}
         mine = _Held(
             parallel.rank, parallel.data_rank, parallel.tensor_rank, parallel.expert_tensor_rank,
-            {name: tuple(parameter.shape) for name, parameter in self._own.items()},
+            {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._own.items()},
         )  # fmt: skip
         everyone: list[_Held] = [mine] * parallel.world_size
         dist.all_gather_object(everyone, mine, group=parallel.command_group)
@@ -63,38 +63,46 @@ class WeightGatherer:
             name: self._own[name].data for name, holders in self._plan if rank in {holder.rank for holder in holders}
         }
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """HF names and shapes in the order of ``gather``."""
-        family, shape = self._trainable.family, self._trainable.shape
-        return {hf: size for name, _ in self._plan for hf, size in family.sources(name, shape).items()}
+    def outline(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every HF tensor, in the order of ``gather``."""
+        return self._trainable.family.outline(self._trainable.shape, self._trainable.chunks[0].config.params_dtype)
 
     def gather(
-        self, value: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.data
+        self, value: Callable[[torch.nn.Parameter], torch.Tensor] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, CPU tensor) on rank 0, in the order of the forward pass; nothing elsewhere.
 
-        ``value`` picks what is gathered: the parameter, or its gradient. Every rank must run the
-        iterator to its end.
+        ``value`` picks what is gathered in place of everything that is stored: something of each parameter, all of
+        one dtype, such as its gradient. Every rank must run the iterator to its end.
         """
-        return self.stream(lambda name: value(self._own[name]), self._parallel.command_group)
+        if value is None:
+            return self.stream(lambda name: self._own[name].data, self._parallel.command_group)
+        return self._stream(lambda name: value(self._own[name]), self._parallel.command_group, parameters_only=True)  # type: ignore[arg-type]
 
     def stream(
         self, shard: Callable[[str], torch.Tensor], group: dist.ProcessGroup | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """As ``gather``: ``shard(Megatron name)`` is this rank's part, ``group`` is gloo's over all ranks."""
-        rank = self._parallel.rank
+        return self._stream(shard, group, parameters_only=False)
+
+    def _stream(
+        self, shard: Callable[[str], torch.Tensor], group: dist.ProcessGroup | None, *, parameters_only: bool
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        rank, family = self._parallel.rank, self._trainable.family
         for name, holders in self._plan:
+            if parameters_only and family.place(name).row.float32:
+                continue  # no parameter
             if rank == 0:
-                parts = [self._fetch(holder, name, shard, group) for holder in holders]
-                yield from self._trainable.family.to_hf(name, parts, self._trainable.shape)
+                parts = []
+                for holder in holders:
+                    if holder.rank == 0:
+                        parts.append(shard(name).detach().to("cpu"))
+                        continue
+                    shape, dtype = holder.parameters[name]
+                    if parameters_only:
+                        dtype = shard(next(iter(self._own))).dtype
+                    parts.append(torch.empty(shape, dtype=dtype))
+                    dist.recv(parts[-1], holder.rank, group=group)
+                yield from family.to_hf(name, parts, self._trainable.shape)
             elif rank in {holder.rank for holder in holders}:
                 dist.send(shard(name).detach().to("cpu").contiguous(), 0, group=group)
-
-    def _fetch(
-        self, holder: _Held, name: str, shard: Callable[[str], torch.Tensor], group: dist.ProcessGroup | None
-    ) -> torch.Tensor:
-        if holder.rank == 0:
-            return shard(name).detach().to("cpu")
-        received = torch.empty(holder.parameters[name], dtype=shard(next(iter(self._own))).dtype)
-        dist.recv(received, holder.rank, group=group)
-        return received

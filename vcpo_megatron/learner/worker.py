@@ -14,6 +14,7 @@ is written by a thread while further commands are served; it is looked after bet
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import numpy as np
 import torch
@@ -30,21 +31,25 @@ from ..transport.control import (
     Error,
     Heartbeat,
     Hello,
+    LeaveStep,
     Message,
     Probe,
     ProbeResult,
     StepDone,
+    StepLeft,
     Stop,
     decode,
     encode,
 )
-from ..types import PolicyVersion
+from ..types import Batch, PolicyVersion
 from .checkpoint import Checkpoints
+from .exporting import Exports
 from .parallel import Parallel, initialize
 from .scoring import score_tokens
 from .sender import WeightSender
 from .step import VcpoStep
 from .training import build_trainable
+from .weights import WeightGatherer
 
 #: Seconds after which rank 0, without a command, lets the other ranks pass through their collective.
 IDLE_S = 2.0
@@ -66,13 +71,18 @@ class Worker:
         initial = context.resume_step is None or config.algorithm.kl_reference == "initial"
         trainable = build_trainable(config, self._parallel, load=initial)
         self._trainable = trainable
-        self._step = VcpoStep(config, self._parallel, trainable)
+        self._step = VcpoStep(config, self._parallel, trainable, leave_asked=self._leave_asked)
         self._checkpoints = Checkpoints(config, context.directory, self._parallel, trainable)
         if context.resume_step is not None:
             self._step.ess_state = self._checkpoints.load(context.resume_step)
+        gatherer = WeightGatherer(trainable, self._parallel)
+        self._exports = Exports(config, context.directory, self._parallel, trainable, gatherer)
         # a replay has no servers
         sends = config.rollout.engine != "replay"
-        self._sender = WeightSender(config, context, self._parallel, trainable, self._control) if sends else None
+        self._sender = (
+            WeightSender(config, context, self._parallel, trainable, gatherer, self._control) if sends else None
+        )
+        self._inbox: deque[Message] = deque()
         self._heard = time.monotonic()
 
     def run(self) -> None:
@@ -86,10 +96,7 @@ class Worker:
             match self._next_command():
                 case BatchReady(batch):
                     self._now(f"trains step {batch.step}")
-                    result = self._step.run(batch, PolicyVersion(self._version.attempt, self._version.number + 1))
-                    self._version = result.version
-                    self._say(StepDone(result))
-                    self._publish_weights()
+                    self._train(batch)
                 case Checkpoint(step, state):
                     self._now(f"copies its state for checkpoint {step}")
                     self._look_after_checkpoint(wait=True)
@@ -100,12 +107,32 @@ class Worker:
                 case Stop():
                     self._look_after_checkpoint(wait=True)
                     return
-                case Heartbeat():
+                case Heartbeat() | LeaveStep():  # to leave a step that is done
                     pass
                 case Error(_, message):
                     raise ControlError(f"{ENDED_BY_ORCHESTRATOR}{message}")
                 case other:
                     raise ControlError(f"the learner cannot serve {type(other).__name__}")
+
+    def _train(self, batch: Batch) -> None:
+        result = self._step.run(batch, PolicyVersion(self._version.attempt, self._version.number + 1))
+        if result is None:
+            return self._say(StepLeft(batch.step))
+        self._version = result.version
+        self._say(StepDone(result))
+        self._publish_weights()
+        if self._exports.is_due(self._version.number):
+            self._now(f"exports the policy of step {self._version.number}")
+            self._exports.write(self._version.number)
+
+    def _leave_asked(self) -> bool:
+        """Rank 0, in the middle of a step: whether it is to be left. Other messages wait in the inbox."""
+        assert self._control is not None
+        while (message := self._control.receive(0.0)) is not None:
+            self._heard = time.monotonic()
+            self._inbox.append(message)
+        asked = [message for message in self._inbox if isinstance(message, LeaveStep)]
+        return any(message.step == self._version.number for message in asked)
 
     def _look_after_checkpoint(self, *, wait: bool = False) -> None:
         """Complete the checkpoint that is being written when every rank has written its part."""
@@ -134,6 +161,8 @@ class Worker:
         The orchestrator sends heartbeats of its own; ControlError when it is silent for ``launch.timeout_s``.
         """
         assert self._control is not None
+        if self._inbox:
+            return self._inbox.popleft()
         idle_s = SAVING_S if self._checkpoints.busy else IDLE_S
         if (message := self._control.receive(idle_s)) is not None:
             self._heard = time.monotonic()

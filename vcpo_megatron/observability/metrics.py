@@ -86,6 +86,11 @@ METRICS: Mapping[str, Metric] = {
     ),
     "groups/zero_variance": Metric("groups of equal rewards: no backward", "groups", "sum"),
     "kl/behavior": Metric("mean over trained tokens of log mu - log pi, estimate of KL(mu, pi)", "nats", "mean"),
+    "mismatch/mean": Metric(
+        "mean |log pi - log mu| over trained tokens that the version before the step sampled", "nats", "mean"
+    ),
+    "mismatch/max": Metric("the largest of them", "nats", "max"),
+    "mismatch/tokens": Metric("trained tokens that the version before the step sampled", "tokens", "sum"),
     "kl/reference": Metric("mean over trained tokens of the estimate of KL(pi, reference)", "nats", "mean"),
     "entropy": Metric("entropy of the policy, mean over trained tokens", "nats", "mean"),
     "staleness/mean": Metric("learner version at use - oldest version that sampled a token", "versions", "mean"),

@@ -4,6 +4,11 @@
                                      meanwhile the learner takes step t on batch t
     then:                            row, checkpoint, version t + 1 to the servers
 
+A stop ends a stage whose step is not done as if it had not begun: what version t sampled is sampled again, to the same
+tokens, after a resume from checkpoint t. When the step is done, the rest of the stage has its part of
+``launch.grace_s``, since no later version could sample it; if that is too short, the run ends with the checkpoints it
+has.
+
 ``ExactRun.run``   consumes: batches by data position      produces: steps, rows, checkpoints
                    waits for: both halves of a stage, then the weights of the next version
                    unblocked by: the learner; the servers' answers
@@ -182,6 +187,14 @@ class ExactSampler:
         return mean_reward([trajectory.reward for trajectory in trajectories], (), version)
 
 
+class _StageLeft(Exception):
+    """A stop ends the stage; ``whole``: the run is as it was before the stage, so that it can be checkpointed."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+
+
 class ExactRun:
     """The stages from ``plan.step`` to ``steps``; see the module."""
 
@@ -212,6 +225,7 @@ class ExactRun:
         self._batches: dict[int, Batch] = {}
         self._weights: WeightsReady | None = None
         self._at = ""
+        self._sampled = -1  # newest stage whose sampling and evaluation are done
 
     def on_weights(self, weights: WeightsReady) -> None:
         """The first weights are loaded at once; later ones when their stage begins."""
@@ -222,8 +236,12 @@ class ExactRun:
 
     async def run(self) -> None:
         """Every stage to the end, or until a stop is asked for; then the last checkpoint and evaluation."""
-        while self._trainer.version < self._steps and not self._stop.made:
-            await self._stage(self._trainer.version)
+        try:
+            while self._trainer.version < self._steps and not self._stop.made:
+                await self._stage(self._trainer.version)
+        except _StageLeft as left:
+            if not left.whole:
+                return await self._trainer.saved()
         await self._trainer.checkpoint()
         if self._steps in self._evaluate and not self._stop.made:
             await self._evaluation(self._steps)
@@ -241,17 +259,35 @@ class ExactRun:
             if step in self._evaluate:
                 await self._evaluation(step)
             self._at = f"stage {step} waits for the learner"
+            self._sampled = step
+            self._fleet.changes.notify()
 
         async def learn() -> tuple[Batch, StepResult, float]:
-            batch = await self._fleet.changes.until(lambda: self._batches.get(step))
-            waited = time.monotonic() - started
-            return batch, await self._trainer.take(batch), waited
+            await self._fleet.changes.until(lambda: (step in self._batches or self._stop.made) or None)
+            waited, batch = time.monotonic() - started, self._batches.get(step)
+            if batch is None:
+                raise _StageLeft(whole=True)
+            result = await self._trainer.take(batch, may_go_on=lambda: self._sampled == step)
+            if result is None:
+                raise _StageLeft(whole=True)
+            await self._sampled_in_time(step)
+            return batch, result, waited
 
         (batch, result, waited), _ = await run_all(learn(), sample())
         del self._batches[step]
         await self._trainer.record(batch, result, wait_s=waited, sync_s=self._sync.take_seconds())
         await self._trainer.checkpoint_if_due()
-        await self._publish(step + 1)
+        await self._stop.unless_made(self._publish(step + 1))
+
+    async def _sampled_in_time(self, step: int) -> None:
+        """Wait until the stage's other half is done; after a stop, as long as a step may take."""
+        await self._fleet.changes.until(lambda: (self._sampled == step or self._stop.made) or None)
+        try:
+            await self._fleet.changes.until(lambda: self._sampled == step or None, self._stop.left_for_the_step())
+        except TimeoutError:
+            print(f"stage {step} is left: launch.grace_s = {self._stop.grace_s:g} s had no room for what its version "
+                  "was still sampling; a resume takes the step again", flush=True)  # fmt: skip
+            raise _StageLeft(whole=False) from None
 
     async def _publish(self, version: int) -> None:
         """Load ``version`` on every server, unless nothing will be sampled by it."""

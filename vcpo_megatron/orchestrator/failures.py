@@ -5,6 +5,7 @@ A failure is never a reward of 0: the trajectory is counted as failed and is not
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -19,36 +20,60 @@ def one_line(error: BaseException) -> str:
 
 
 def kind_of(message: str) -> str:
-    """``message`` without what differs from one failure of a kind to the next: its numbers."""
-    return re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", message)
+    """``message`` without what differs from one failure of a kind to the next: its prompt and its numbers."""
+    return re.sub(r"\bprompt \S+|[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", message)
+
+
+#: When so many groups, the first of an attempt, have all failed with one message, the rest would as well.
+FIRST_GROUPS = 20
 
 
 class FailureWindow:
-    """Ends the run when more than ``max_ratio`` of the last ``size`` outcomes are failures.
+    """Ends the run when more than ``max_ratio`` of the last ``size`` outcomes are failures, or a fifth of ``size`` in a
+    row (more where ``max_ratio`` is above a half).
 
     An outcome is a complete group or a failed trajectory. Failures may be quick and successes slow: ``size`` is several
-    times the number of groups in flight.
+    times the number of groups in flight. So many need not be waited for where nothing works (a policy that has
+    diverged, a judge that is down): when the first groups in order of admission have all failed, with one kind of
+    message. Their order matters: in a run that is well, quick failures come before slow successes, but of other groups.
     """
 
     def __init__(self, size: int, max_ratio: float) -> None:
         self._outcomes: deque[str | None] = deque(maxlen=size)
         self._max_ratio = max_ratio
-        self._hopeless = max(20, size // 5)  # so many from the start, without one success
+        # so many without one success: a chance of one in a million where failures are as frequent as allowed
+        self._hopeless = max(20, size // 5, math.ceil(math.log(1e-6) / math.log(max_ratio)))
+        self._in_a_row = 0
+        self._first: dict[int, str] = {}  # kind of failure of the attempt's first groups, "" while they are not failed
+
+    def admitted(self, group_id: int) -> None:
+        if len(self._first) < FIRST_GROUPS:
+            self._first[group_id] = ""
 
     def success(self) -> None:
         self._outcomes.append(None)
+        self._in_a_row = 0
 
-    def failure(self, error: BaseException) -> None:
-        """RunError with the commonest kind of the failures when there are too many."""
+    def failure(self, error: BaseException, ended_group: int | None = None) -> None:
+        """RunError with the commonest kind of the failures when there are too many. ``ended_group``: its group, unless
+        that goes on with another sample."""
         self._outcomes.append(one_line(error))
+        self._in_a_row += 1
+        if ended_group in self._first:
+            self._first[ended_group] = kind_of(one_line(error))
+        kinds = set(self._first.values())
+        if len(self._first) == FIRST_GROUPS and len(kinds) == 1 and "" not in kinds:
+            raise RunError(f"the first {FIRST_GROUPS} groups of this attempt have all failed: {one_line(error)}")
         messages = {kind_of(outcome): outcome for outcome in self._outcomes if outcome is not None}  # the latest
         reasons = Counter(kind_of(outcome) for outcome in self._outcomes if outcome is not None)
         total, window = sum(reasons.values()), len(self._outcomes)
         full = window == self._outcomes.maxlen
-        if (full and total > self._max_ratio * window) or total == window >= self._hopeless:
+        hopeless = self._in_a_row >= self._hopeless
+        if (full and total > self._max_ratio * window) or hopeless:
             kind, count = reasons.most_common(1)[0]
+            last = f", the last {self._in_a_row} in a row" if hopeless and total < window else ""
             raise RunError(
-                f"{total} of the last {window} outcomes are failures (rollout.max_failure_ratio = "
+                f"{total} of the last {window} outcomes are failures{last} (rollout.max_failure_ratio = "
                 f"{self._max_ratio:g}), {count} of them: {messages[kind]}"
             )
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..environments.base import Environment, Example
@@ -26,11 +26,15 @@ from ..rollout.protocol import SamplingParams
 from ..types import Batch, Group, Trajectory
 from .batcher import Batcher
 from .failures import FailureWindow, PromptFailures, one_line
+from .parking import Answer, Answers
 from .recorder import Recorder
 from .store import PartialGroup, ResumePlan, RolloutStore
 from .store_records import problem_of
 from .store_schema import ZERO_VARIANCE
 from .tasks import RunError, cancel
+
+#: Seconds that servers have, at a stop, to cut off what they are sampling.
+PARK_S = 2.0
 
 
 @dataclass
@@ -56,6 +60,7 @@ class _Group:
     group_id: int
     example: Example
     lease: Lease
+    parked: Mapping[int, Sequence[Answer]] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -112,6 +117,8 @@ class Generation:
         self._prompts = prompts
         self._failures = failures
         self._equal_in_a_row = 0
+        self._episodes: dict[tuple[int, int], Answers] = {}
+        self._parking = False
         self._error: BaseException | None = None
         # Groups that a crash came too early for: taken out here, before anyone can ask for a batch.
         self._silent = [group.group_id for group in plan.buffer if self._is_silent(group)]
@@ -137,7 +144,7 @@ class Generation:
         lease = await self._fleet.changes.until(lambda: self._lease(len(partial.missing)))
         if partial.group_id in self._batcher.live_groups():
             example = self._environment.train_example(self._positions[partial.group_id])
-            self._start(_Group(partial.group_id, example, lease), partial.missing)
+            self._start(_Group(partial.group_id, example, lease, partial.parked), partial.missing)
         else:
             lease.release(lease.places)
 
@@ -145,7 +152,7 @@ class Generation:
         """Places on a server. Raises the error of a task, if any."""
         if self._error is not None:
             raise self._error
-        return None if self._recorder.paused else self._fleet.lease(places, allowed=allowed)
+        return None if self._recorder.paused or self._parking else self._fleet.lease(places, allowed=allowed)
 
     def _room(self) -> Lease | None:
         """Places for a group on a server whose version the bound allows."""
@@ -177,6 +184,7 @@ class Generation:
 
     def _start(self, group: _Group, samples: Iterable[int]) -> None:
         self._groups[group.group_id] = group
+        self._failures.admitted(group.group_id)
         for sample_index in samples:
             task = asyncio.create_task(self._sample(group, sample_index))
             group.tasks.add(task)
@@ -209,11 +217,16 @@ class Generation:
         await self._store(group, trajectory)
 
     async def _episode(self, group: _Group, sample_index: int) -> Trajectory:
-        trajectory = await run_episode(
-            group.lease.generate, self._environment, group.example,
-            group_id=group.group_id, sample_index=sample_index, sampling=self._sampling.sampling,
-            context_length=self._sampling.context_length, seed_for_turn=lambda turn: None,
-        )  # fmt: skip
+        answers = Answers(group.lease.generate, group.parked.get(sample_index, ()))
+        self._episodes[group.group_id, sample_index] = answers
+        try:
+            trajectory = await run_episode(
+                answers.generate, self._environment, group.example,
+                group_id=group.group_id, sample_index=sample_index, sampling=self._sampling.sampling,
+                context_length=self._sampling.context_length, seed_for_turn=lambda turn: None,
+            )  # fmt: skip
+        finally:
+            del self._episodes[group.group_id, sample_index]
         if problem := problem_of(trajectory):
             raise EpisodeError(f"prompt {group.example.prompt_id}, sample {trajectory.uid} {problem}")
         return trajectory
@@ -270,7 +283,7 @@ class Generation:
             if again:
                 bisect.insort(self._cursor.requeue, position)
             await ended
-        self._failures.failure(error)
+        self._failures.failure(error, group_id if replacement is None else None)
         return replacement
 
     async def expire(self, group_id: int) -> None:
@@ -280,6 +293,29 @@ class Generation:
         bisect.insort(self._cursor.requeue, self._positions.pop(group_id))  # before anything is awaited: it is the next
         await ended
         self._fleet.changes.notify()
+
+    async def park(self) -> None:
+        """At a stop: admit nothing more, have the servers cut off what they are sampling, and keep what it has."""
+        self._parking = True
+        for answers in self._episodes.values():
+            answers.park()
+        servers = [server for server in self._fleet.servers if server.serving]
+        cut = await asyncio.gather(
+            *(asyncio.wait_for(server.client.abort(), PARK_S) for server in servers), return_exceptions=True
+        )
+        for server, error in zip(servers, cut, strict=True):
+            if isinstance(error, Exception):
+                print(f"{server.name} did not cut its answers off: {one_line(error)}", flush=True)
+        deadline = asyncio.get_running_loop().time() + PARK_S
+        while any(answers.asking for answers in self._episodes.values()):
+            if asyncio.get_running_loop().time() > deadline:
+                break
+            await asyncio.sleep(0.01)
+        parked = {key: tuple(answers.given) for key, answers in self._episodes.items() if answers.given}
+        await self._recorder.write(lambda store: [store.park(*key, answers) for key, answers in parked.items()])
+        tokens = sum(len(answer.result.output_ids) for answers in parked.values() for answer in answers)
+        of = f"{len(parked)} of {len(self._episodes)}"
+        print(f"{of} unfinished trajectories are kept with {tokens} tokens", flush=True)
 
     def forget(self, batch: Batch) -> None:
         """The groups of ``batch`` were trained on."""

@@ -31,10 +31,12 @@ from ..transport.control import (
     GroupsLost,
     Heartbeat,
     Hello,
+    LeaveStep,
     Message,
     Probe,
     ProbeResult,
     StepDone,
+    StepLeft,
     Stop,
     SyncDone,
     WeightsReady,
@@ -106,7 +108,8 @@ class LearnerLink:
                     self._owes_weights = self._needs_weights
                     self._hello.set_result(message)
                 case _:
-                    waiting = self._answers.pop(type(message), None)
+                    kind = StepDone if isinstance(message, StepLeft) else type(message)
+                    waiting = self._answers.pop(kind, None)
                     if waiting is None or waiting.done():
                         raise ControlError(f"the learner sent {type(message).__name__}, which nobody asked for")
                     waiting.set_result(message)
@@ -138,15 +141,22 @@ class LearnerLink:
         """Log-probs float32 [L-1] of ``tokens`` int32 [L] under the learner's parameters."""
         return (await self._ask(Probe(tokens), ProbeResult)).logprobs
 
-    async def train(self, batch: Batch) -> StepResult:
-        """Have the learner take one step; ControlError when it answers for another one."""
-        result = (await self._ask(BatchReady(batch), StepDone)).result
+    async def train(self, batch: Batch) -> StepResult | None:
+        """Have the learner take one step; None when it was left. ControlError when it answers for another one."""
+        answer: StepDone | StepLeft = await self._ask(BatchReady(batch), StepDone)
+        if isinstance(answer, StepLeft):
+            return None
+        result = answer.result
         self._owes_weights = self._needs_weights and self._weights < result.version
         if result.step != batch.step or result.version.number != batch.step + 1:
             raise ControlError(
                 f"the learner was asked for step {batch.step} and answered step {result.step}, version {result.version}"
             )
         return result
+
+    async def leave(self, step: int) -> None:
+        """Ask the learner to leave ``step``, which ``train`` waits for."""
+        await self._socket.send(LeaveStep(step))
 
     async def checkpoint(self, step: int, state: dict[str, Any]) -> Coroutine[Any, Any, float]:
         """Have the learner save checkpoint ``step`` with our ``state`` in its manifest. Returns when it is asked,

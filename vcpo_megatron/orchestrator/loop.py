@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,7 +54,7 @@ from .replay import Replay
 from .rows import MetricsLog, Start, evaluated_versions, start_of_log
 from .staleness import StalenessBound
 from .store import ResumePlan, RolloutStore, StoreError, StoreReader
-from .tasks import RunError, StopRequest, cancel, run_beside
+from .tasks import RunError, StopRequest, run_all, run_beside
 from .trainer import Trainer
 from .weight_sync import WeightSync
 from .weight_update import Updater
@@ -92,7 +92,7 @@ class Controller:
     def __init__(self, context: ProcessContext, config: RunConfig, parts: Parts) -> None:
         self._context, self._config, self._parts = context, config, parts
         self._changes = parts.changes
-        self._stop = StopRequest()
+        self._stop = StopRequest(config.launch.grace_s)
         self._version = PolicyVersion(context.attempt, context.resume_step or 0)
         self._recorder = Recorder(lambda: RolloutStore(context.directory.store), changed=self._changes.notify)
         self._link = LearnerLink(
@@ -108,7 +108,7 @@ class Controller:
         self._describe: list[Callable[[], str]] = [self._link.describe]
 
     def request_stop(self, reason: str) -> None:
-        """End after the current step, with a checkpoint. Called by a signal handler of the event loop."""
+        """End with a checkpoint, within ``launch.grace_s`` if it can. Called by a signal handler of the event loop."""
         self._stop.make(reason)
         self._recorder.give_up()
         self._changes.notify()
@@ -169,9 +169,11 @@ class Controller:
         if plan.buffer or plan.partial or plan.requeue:
             kept = sum(len(group.trajectories) for group in plan.partial)
             missing = sum(len(group.missing) for group in plan.partial)
+            begun = sum(len(group.parked) for group in plan.partial)
             print(
                 f"resume: {len(plan.buffer)} complete groups are kept, {len(plan.partial)} go on with {kept} "
-                f"trajectories and lack {missing}, {len(plan.requeue)} prompts are sampled again", flush=True,
+                f"trajectories and lack {missing}, of which {begun} are begun, {len(plan.requeue)} prompts are sampled "
+                "again", flush=True,
             )  # fmt: skip
         return plan, state
 
@@ -185,7 +187,7 @@ class Controller:
             self._log.add(row)
         trainer = Trainer(
             self._config, self._link, self._recorder, self._log, self._context.directory, version=plan.step,
-            fingerprint=self._parts.environment.fingerprint, requeue=cursor.requeue,
+            fingerprint=self._parts.environment.fingerprint, requeue=cursor.requeue, stop=self._stop,
         )  # fmt: skip
         return trainer, start
 
@@ -217,19 +219,6 @@ class Controller:
     def _on_weights(self, weights: WeightsReady) -> None:
         self._take_weights(weights)
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Whether ``work`` came to its end before a stop was asked for; it is cancelled then."""
-        task = asyncio.ensure_future(work)
-        task.add_done_callback(lambda _: self._changes.notify())
-        try:
-            await self._changes.until(lambda: (task.done() or self._stop.made) or None)
-            if not task.done():
-                return False
-            task.result()
-            return True
-        finally:
-            await cancel(task)
-
     # --- kinds of runs ------------------------------------------------------------------------
 
     async def _replay(self, plan: ResumePlan, state: dict[str, Any]) -> None:
@@ -237,7 +226,7 @@ class Controller:
         trainer, _ = self._start(plan, state, Cursor(), every=0)
         replay = Replay(self._parts.recorded, trainer, self._recorder, plan, steps=self._parts.steps)
         self._describe.append(replay.describe)
-        if await self._unless_stopped(self._connect()):
+        if await self._stop.unless_made(self._connect()):
             trainer.begin()
             await replay.run(self._stop)
 
@@ -257,7 +246,7 @@ class Controller:
         fleet.launch()
 
         async def main() -> None:
-            if await self._unless_stopped(self._start_servers(fleet, sync)):
+            if await self._stop.unless_made(self._start_servers(fleet, sync)):
                 trainer.begin()
                 await run.run()
 
@@ -285,7 +274,7 @@ class Controller:
         fleet.launch()
 
         async def main() -> None:
-            if await self._unless_stopped(self._start_servers(fleet, sync)):
+            if await self._stop.unless_made(self._start_servers(fleet, sync)):
                 await run_beside(
                     self._train(trainer, batcher, generation, evaluation, sync), generation.run(), evaluation.run()
                 )
@@ -303,11 +292,15 @@ class Controller:
                 break
             waited = time.monotonic() - started
             result = await trainer.take(batch)
+            if result is None:
+                break
             batcher.step_done()
             generation.forget(batch)
             self._changes.notify()
             await trainer.record(batch, result, wait_s=waited, sync_s=sync.take_seconds())
             await trainer.checkpoint_if_due()
+        if self._stop.made and self._config.checkpoint.resume_partial:
+            await run_all(trainer.checkpoint(), generation.park())
         await trainer.checkpoint()
         await self._changes.until(
             lambda: (self._stop.made or evaluation.is_settled(before=self._parts.steps + 1)) or None

@@ -68,10 +68,12 @@ class Replay:
         self._next_group_id = plan.next_group_id
 
     async def run(self, stop: StopRequest) -> None:
-        """Returns after the last step, or after the current one when a stop is asked for."""
+        """Returns after the last step, or when a stop is asked for."""
         while self._trainer.version < self._steps and not stop.made:
             batch = await self._batch(self._trainer.version)
             result = await self._trainer.take(batch)
+            if result is None:
+                break
             await self._trainer.record(batch, result, wait_s=0.0, sync_s=0.0)
             await self._trainer.checkpoint_if_due()
         await self._trainer.checkpoint()

@@ -1,14 +1,20 @@
-"""The fleet of a run: its embedded servers, as child processes of the orchestrator."""
+"""The fleet of a run: servers started as child processes of the orchestrator, or joined by their addresses.
+
+A started server runs under this interpreter (the embedded engine) or under ``rollout.python`` (SGLang), on its own
+share of ``context.server_devices``.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+from ..config.model_folder import read_model
 from ..config.models import RunConfig
 from ..config.process import ProcessContext
 from ..rollout.client import ServerClient
 from ..rollout.fleet import Changes, Fleet, FleetOptions, Process, Server
+from ..rollout.sglang import SglangServer
 from ..transport.child import start_child, stop_child
 
 _HOST = "127.0.0.1"
@@ -16,7 +22,7 @@ _HOST = "127.0.0.1"
 _GRACE_S = 5.0
 
 
-def server_command(context: ProcessContext, config: RunConfig, index: int) -> list[str]:
+def embedded_command(context: ProcessContext, config: RunConfig, index: int) -> list[str]:
     """Command line of embedded server ``index``."""
     command = [
         sys.executable, "-m", "vcpo_megatron.rollout.embedded",
@@ -33,27 +39,52 @@ def server_command(context: ProcessContext, config: RunConfig, index: int) -> li
     return command
 
 
+def sglang_server(context: ProcessContext, config: RunConfig, index: int) -> SglangServer:
+    """SGLang server ``index``."""
+    rollout, ways = config.rollout, config.rollout.tensor_parallel
+    assert rollout.python is not None  # config/servers.py asks for it
+    return SglangServer(
+        python=rollout.python,
+        model_path=config.model.path,
+        host=_HOST,
+        port=context.server_ports[index],
+        dtype=config.model.dtype,
+        context_length=rollout.context_length or read_model(config.model.path).max_position_embeddings,
+        max_running_requests=rollout.max_running_requests,
+        devices=context.server_devices[index * ways : (index + 1) * ways],
+        args=rollout.args,
+    )
+
+
 def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, changes: Changes) -> Fleet:
     """The servers of a run, not started yet."""
     rollout = config.rollout
 
     def launch(index: int) -> Process:
         env = {**context.environment(), "RANK": str(index), "PYTHONUNBUFFERED": "1"}
-        return start_child(server_command(context, config, index), env=env, log=context.directory.log("server", index))
+        if rollout.engine == "sglang":
+            server = sglang_server(context, config, index)
+            command, env = server.command(), env | server.environment()
+        else:
+            command = embedded_command(context, config, index)
+        return start_child(command, env=env, log=context.directory.log("server", index))
 
     def stop(process: Process) -> int:
         assert isinstance(process, subprocess.Popen)
         return stop_child(process, grace_s=_GRACE_S)
 
+    started = [f"http://{_HOST}:{port}" for port in context.server_ports]
     servers = [
-        Server(index, ServerClient(f"http://{_HOST}:{port}", vocab_size, rollout.request_timeout_s),
-               context.directory.log("server", index))
-        for index, port in enumerate(context.server_ports)
+        Server(index, ServerClient(address, vocab_size, rollout.request_timeout_s),
+               context.directory.log("server", index), joined=bool(rollout.addresses))
+        for index, address in enumerate(rollout.addresses or started)
     ]  # fmt: skip
     options = FleetOptions(
         capacity=rollout.max_running_requests,
         max_restarts=rollout.max_restarts,
         start_timeout_s=rollout.start_timeout_s,
         takeover_timeout_s=rollout.start_timeout_s + rollout.sync_timeout_s,
+        health_interval_s=rollout.health_interval_s,
+        health_timeout_s=rollout.health_timeout_s,
     )
     return Fleet(servers, options, launch=launch, stop=stop, changes=changes)

@@ -12,12 +12,14 @@ loop calls them from one worker thread (any thread may call, but only one at a t
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..types import PolicyVersion, Trajectory, TrajectoryResult
+from .parking import Answer, from_text, to_text
 from .store_reader import Counts, StoreReader
 from .store_records import COLUMNS, problem_of, to_row
 from .store_resume import PartialGroup, ResumePlan, undo_after
@@ -54,10 +56,7 @@ class RolloutStore(StoreReader):
 
     @staticmethod
     def open_readonly(path: Path) -> StoreReader:
-        """Open a finished or killed run's store for reading; its folder may be read-only.
-
-        StoreError when the run is still going.
-        """
+        """Open a run's store for reading: in place, or as a copy where its folder is read-only or the run goes on."""
         file = ReadOnlyFile(path)
         return StoreReader(path, file.connection, file.close)
 
@@ -239,6 +238,19 @@ class RolloutStore(StoreReader):
             self._totals[FAILED] += 1
             return True
 
+    def park(self, group_id: int, sample_index: int, answers: Sequence[Answer]) -> bool:
+        """Keep what an unfinished trajectory has of answers. False, and nothing changes: it has ended before."""
+        with self.transaction():
+            if self._group(group_id)["state"] != ADMITTED or self._member_state(group_id, sample_index) != ADMITTED:
+                return False
+            text = to_text(answers)
+            newest = max(version for answer in answers for version in answer.versions())
+            self._connection.execute(
+                "INSERT OR REPLACE INTO parked VALUES (?, ?, ?, ?, ?)",
+                (group_id, sample_index, newest, text, zlib.crc32(text.encode())),
+            )
+            return True
+
     def prune_samples(self, before: int) -> int:
         """Forget tokens and log-probs of the groups that were trained or dropped before step ``before``; everything
         else about them stays, and all of groups that failed. Returns the number of trajectories.
@@ -300,10 +312,21 @@ class RolloutStore(StoreReader):
             "SELECT sample_index FROM trajectories WHERE group_id = ? AND state = ? ORDER BY sample_index",
             (group_id, ADMITTED),
         )
+        indices = tuple(row[0] for row in missing)
         return PartialGroup(
             group_id, group["prompt_id"], PolicyVersion.parse(group["admitted_version"]).number,
-            tuple(self._members("g.group_id = ?", (group_id,))), tuple(row[0] for row in missing),
+            tuple(self._members("g.group_id = ?", (group_id,))), indices, self._parked(group_id, indices),
         )  # fmt: skip
+
+    def _parked(self, group_id: int, samples: Sequence[int]) -> dict[int, tuple[Answer, ...]]:
+        found = {}
+        for row in self._rows("SELECT * FROM parked WHERE group_id = ?", (group_id,)):
+            if row["checksum"] != zlib.crc32(row["answers"].encode()):
+                raise StoreError(f"answers of trajectory {group_id}/{row['sample_index']} in {self._path} are damaged: "
+                                 "resume with checkpoint.resume_partial = false")  # fmt: skip
+            if row["sample_index"] in samples:
+                found[row["sample_index"]] = from_text(row["answers"])
+        return found
 
     def _check_not_older(self, step: int, state: Mapping[str, Any] | None) -> None:
         here = self.state()

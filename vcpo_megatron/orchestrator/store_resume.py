@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..types import Group, Trajectory
+from .parking import Answer
 from .store_schema import ADMITTED, DROPPED, FAILED, RUN_ENDED, SAMPLED, SUPERSEDED, ZERO_VARIANCE
 
 
@@ -14,7 +15,7 @@ from .store_schema import ADMITTED, DROPPED, FAILED, RUN_ENDED, SAMPLED, SUPERSE
 class PartialGroup:
     """A group of which some trajectories are complete; ``missing``: sample indices that are still to be sampled.
 
-    ``version``: number of the version that it was admitted at.
+    ``version``: number of the version that it was admitted at. ``parked``: answers that missing ones had before a stop.
     """
 
     group_id: int
@@ -22,6 +23,7 @@ class PartialGroup:
     version: int
     trajectories: tuple[Trajectory, ...]
     missing: tuple[int, ...]
+    parked: Mapping[int, tuple[Answer, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,14 @@ def undo_after(
 
     To be called in a transaction.
     """
+    if keep_partial:
+        connection.execute("DELETE FROM parked WHERE newest_version > ?", (step,))
+    else:
+        connection.execute("DELETE FROM parked")
     undone = connection.execute(
         "SELECT group_id, cursor_index, size, state, reason, "
         " (SELECT COUNT(*) FROM samples s WHERE s.group_id = g.group_id) AS complete, "
+        " (SELECT COUNT(*) FROM parked p WHERE p.group_id = g.group_id) AS parked, "
         " (SELECT MAX(newest_version) FROM trajectories t WHERE t.group_id = g.group_id) AS newest "
         "FROM groups g WHERE current = 1 AND (ended_at IS NULL OR ended_at >= ?) ORDER BY group_id",
         (step,),
@@ -63,7 +70,8 @@ def undo_after(
     cursors: dict[int, int] = {}
     partial: list[int] = []
     for group in undone:
-        usable = group["complete"] and group["newest"] <= step and group["state"] != FAILED
+        begun = group["complete"] or group["parked"]
+        usable = begun and (group["newest"] or 0) <= step and group["state"] != FAILED
         in_flight = group["state"] == ADMITTED or group["reason"] == RUN_ENDED
         whole = group["complete"] == group["size"] and group["reason"] != ZERO_VARIANCE
         if usable and (whole or (keep_partial and in_flight)):
@@ -73,6 +81,7 @@ def undo_after(
                 partial.append(group["group_id"])
         else:
             _supersede(connection, group["group_id"], group["state"], step)
+            connection.execute("DELETE FROM parked WHERE group_id = ?", (group["group_id"],))
     return cursors, partial
 
 

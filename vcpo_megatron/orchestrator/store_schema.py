@@ -14,6 +14,8 @@ APPLICATION_ID = 0x5643504F  # "VCPO" in the header of the file: tells it from a
 SCHEMA_VERSION = 1
 #: Seconds for which opening waits for a process that has the file open.
 BUSY_S = 5.0
+#: Times that a store is copied until one copy is of one moment.
+_COPIES = 10
 
 #: States of a group and of a trajectory. The first two are queued, the others are final.
 ADMITTED, SAMPLED, TRAINED, DROPPED, FAILED = "admitted", "sampled", "trained", "dropped", "failed"
@@ -45,6 +47,12 @@ PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 
+# What unfinished trajectories had of answers at an orderly stop; a file of an earlier version of this program lacks it.
+_PARKED = """
+CREATE TABLE IF NOT EXISTS parked (
+    group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, newest_version INTEGER NOT NULL,
+    answers TEXT NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (group_id, sample_index)) WITHOUT ROWID
+"""
 
 #: Reasons for which a group is dropped that a resume has to tell from others.
 ZERO_VARIANCE, SUPERSEDED, RUN_ENDED = "zero variance", "superseded", "run ended"
@@ -145,6 +153,7 @@ def _open_at_once(path: Path) -> sqlite3.Connection:
             if empty:
                 connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
             check_identity(connection, path)
+            connection.execute(_PARKED)
     except BaseException:
         connection.close()
         raise
@@ -156,34 +165,70 @@ class ReadOnlyFile:
 
     A run that ended by itself leaves one file, which is read in place, as a file that nobody changes. A
     killed run leaves a write-ahead log too. SQLite can read the two only where it may make a third file
-    beside them; in a folder that is read-only they are copied to a temporary folder first.
+    beside them; in a folder that is read-only they are copied to a temporary folder first. So are those of a run
+    that is going on, which has its file locked: the copy is the store as it was at one of its last commits. Not for
+    the process that has the store open: closing a file drops a process's locks on it.
     """
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise StoreError(f"no rollout store at {path}; give the directory of a run that has sampled something")
         self._copy: tempfile.TemporaryDirectory[str] | None = None
-        log = path.with_name(path.name + "-wal")
+        log = _log_of(path)
         if not log.exists():
             self.connection = _open_uri(path, "mode=ro&immutable=1")
             return
         try:
             self.connection = _open_uri(path, "mode=ro")
         except StoreError as error:
-            if not str(getattr(error.__cause__, "sqlite_errorname", "")).startswith(
-                ("SQLITE_CANTOPEN", "SQLITE_READONLY")
-            ):
+            name = str(getattr(error.__cause__, "sqlite_errorname", ""))
+            if not name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_BUSY")):
                 raise
             self._copy = tempfile.TemporaryDirectory(prefix="vcpo-store-")
             copied = Path(self._copy.name) / path.name
-            shutil.copyfile(path, copied)
-            shutil.copyfile(log, copied.with_name(log.name))
-            self.connection = _open_uri(copied, "mode=ro")
+            try:
+                _copy_consistently(path, copied)
+                self.connection = _open_uri(copied, "mode=ro")
+            except BaseException:
+                self._copy.cleanup()
+                raise
 
     def close(self) -> None:
         self.connection.close()
         if self._copy is not None:
             self._copy.cleanup()
+
+
+def _log_of(path: Path) -> Path:
+    return path.with_name(path.name + "-wal")
+
+
+def _copy_consistently(path: Path, copied: Path) -> None:
+    """Copy file and log while a run may be writing them.
+
+    The log is copied last. As long as it is the same log that was there before the file was copied, it holds every
+    page that has changed in the file meanwhile, and a transaction that is cut off at its end does not count. A log
+    that was begun anew has other salts in its header (SQLite's file format, section 4.1): the copy is made again.
+    """
+    for _ in range(_COPIES):
+        before = _salts(path)
+        try:
+            shutil.copyfile(path, copied)
+            shutil.copyfile(_log_of(path), _log_of(copied))
+        except OSError as error:
+            raise StoreError(f"{path} cannot be copied to {copied.parent} ({error.strerror}); set TMPDIR") from error
+        if before == _salts(path) == _salts(copied):
+            return
+    raise StoreError(f"rollout store {path} changes faster than it can be copied; try again, or after the run")
+
+
+def _salts(path: Path) -> bytes:
+    """What tells one write-ahead log of ``path`` from the next; b"" without one."""
+    try:
+        with open(_log_of(path), "rb") as file:
+            return file.read(24)[16:]
+    except FileNotFoundError:
+        return b""
 
 
 def _open_uri(path: Path, options: str) -> sqlite3.Connection:

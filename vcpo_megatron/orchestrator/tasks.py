@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -62,14 +64,41 @@ class RunError(RuntimeError):
 
 
 class StopRequest:
-    """Set once, by a signal: the run ends after the current step, with a checkpoint."""
+    """Set once, by a signal: the run ends with a checkpoint, ``grace_s`` seconds later if it can.
 
-    def __init__(self) -> None:
+    Half of that time is for the step in progress, the rest for the checkpoint.
+    """
+
+    def __init__(self, grace_s: float = math.inf) -> None:
         self.reason: str | None = None
+        self.grace_s = grace_s
+        self._made_at = math.inf
+        self._event = asyncio.Event()
 
     @property
     def made(self) -> bool:
         return self.reason is not None
 
     def make(self, reason: str) -> None:
-        self.reason = self.reason or reason
+        if self.reason is None:
+            self.reason, self._made_at = reason, time.monotonic()
+            self._event.set()
+
+    async def wait(self) -> None:
+        """Returns when it is made."""
+        await self._event.wait()
+
+    async def unless_made(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether ``work`` came to its end before the stop was made; else it is cancelled."""
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self.wait())
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            return task.done()
+        finally:
+            await cancel(task, stop)
+
+    def left_for_the_step(self) -> float:
+        """Seconds that a step in progress still has after the stop was asked for."""
+        return max(0.0, self._made_at + self.grace_s / 2 - time.monotonic())

@@ -1,11 +1,14 @@
 """What every kind of run does with a batch: have the learner take the step, record it, write its row, checkpoint.
 
 ``take``        consumes: a batch            produces: trained marks in the store, the step's result
-                waits for: StepDone          unblocked by: the learner, or its deadline
+                waits for: StepDone          unblocked by: the learner, or its deadline; after a stop by StepLeft
 ``checkpoint``  waits for: CheckpointDone    unblocked by: the learner, or its deadline
 
 A step's trained marks are durable before a checkpoint that contains the step is asked for. The learner copies its
 state and goes on: a checkpoint that is due is waited for only when the next one is, or at the end.
+
+A step that would outlast its part of ``launch.grace_s`` after a stop is left in its middle, as if it had not begun: the
+checkpoint is that of the last step, and the batch's groups, which are in the store, are trained after a resume.
 """
 
 from __future__ import annotations
@@ -13,17 +16,22 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from ..config.models import RunConfig
 from ..config.run_directory import RunDirectory
+from ..observability.mismatch import MismatchWatch
 from ..types import Batch, StepResult
 from .learner_link import LearnerLink
 from .pacing import Pacer
 from .recorder import Recorder
 from .rows import MetricsLog, step_row
 from .store import Counts, RolloutStore
+from .tasks import RunError, StopRequest, cancel
+
+#: So many skipped steps in a row end the run: it does not come back by itself.
+MOST_SKIPPED = 10
 
 
 class Trainer:
@@ -41,6 +49,7 @@ class Trainer:
         version: int,
         fingerprint: str,
         requeue: Sequence[int],
+        stop: StopRequest,
     ) -> None:
         self._config = config
         self._link = link
@@ -54,15 +63,30 @@ class Trainer:
         self._saving: asyncio.Task[None] | None = None
         self._fingerprint = fingerprint
         self._requeue = requeue
+        self._stop = stop
+        self._last_step_s = 0.0
         self._step_ended = time.monotonic()
+        self._skipped_in_a_row = 0
+        self._mismatch = MismatchWatch(config)
 
     def begin(self) -> None:
         """Everything is started: the first step's time counts from here."""
         self._step_ended = time.monotonic()
 
-    async def take(self, batch: Batch) -> StepResult:
-        """One optimizer step on ``batch``; ControlError when the learner fails."""
-        result = await self._link.train(batch)
+    async def take(self, batch: Batch, *, may_go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
+        """One optimizer step on ``batch``; None when it was left because of a stop. ControlError when the learner
+        fails. ``may_go_on()``, asked at a stop: whether the step is worth to be waited for."""
+        started = time.monotonic()
+        leaving = asyncio.create_task(self._leave_in_time(batch.step, started, may_go_on))
+        try:
+            result = await self._link.train(batch)
+        finally:
+            await cancel(leaving)
+        if result is None:
+            print(f"step {batch.step} was left in its middle, as launch.grace_s = {self._stop.grace_s:g} s had no room "
+                  f"for it; its {len(batch.groups)} groups are trained after a resume", flush=True)  # fmt: skip
+            return None
+        self._last_step_s = time.monotonic() - started
         groups = [group.group_id for group in batch.groups]
         staleness = [batch.step - group.oldest_version for group in batch.groups]
 
@@ -73,12 +97,23 @@ class Trainer:
         self.version = batch.step + 1
         if self.pacer is not None:
             self.pacer.observe(result.metrics.get("ess/ratio", math.nan))
+        if warning := self._mismatch.observe(batch.step, result.metrics):
+            print(f"vcpo: warning: {warning}", flush=True)
         if result.skipped:
             print(f"step {batch.step} was skipped: {result.skipped}", flush=True)
         return result
 
+    async def _leave_in_time(self, step: int, started: float, may_go_on: Callable[[], bool]) -> None:
+        """After a stop, ask for the step to be left: at once when the last one says that it needs longer than it has,
+        else when its time is over."""
+        await self._stop.wait()
+        expected = started + self._last_step_s - time.monotonic()
+        if may_go_on() and expected < self._stop.left_for_the_step():
+            await asyncio.sleep(self._stop.left_for_the_step())
+        await self._link.leave(step)
+
     async def record(self, batch: Batch, result: StepResult, *, wait_s: float, sync_s: float) -> None:
-        """Write the row of the step that was taken last."""
+        """Write the row of the step that was taken last; RunError when it was one skipped step too many."""
         counts: Counts = await self._recorder.write(lambda store: store.counts())
         now = time.monotonic()
         times = {"time/step": now - self._step_ended, "time/wait_batch": wait_s, "time/sync": sync_s}
@@ -87,6 +122,13 @@ class Trainer:
         if self.pacer is not None:
             row["staleness/admitted"] = self.pacer.lag
         self.log.add(row)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
+        if self._skipped_in_a_row >= MOST_SKIPPED:
+            raise RunError(
+                f"{self._skipped_in_a_row} steps in a row were skipped, up to step {batch.step} ({result.skipped}): "
+                "the run has diverged; go back with --resume --from-step N to a checkpoint before it did, with a lower "
+                "optimizer.lr"
+            )
 
     async def checkpoint_if_due(self) -> None:
         """Begin a checkpoint after every ``checkpoint.every`` steps; training goes on while it is written."""

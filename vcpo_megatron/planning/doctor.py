@@ -18,7 +18,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from ..config.fused_kernels import InstalledKernels, find_kernels
 from ..config.run_directory import write_atomically
+from ..config.servers import TESTED_SGLANG, installed_sglang
 from ..launch.devices import installed_gpus, visible_gpus
 
 Level = Literal["ok", "note", "missing"]
@@ -43,9 +45,6 @@ REQUIRED: dict[str, tuple[str, str]] = {
 #: Distribution -> (what it enables, how to get it).
 OPTIONAL: dict[str, tuple[str, str]] = {
     "pyarrow": ("data sets in parquet", "pip install pyarrow"),
-    "transformer-engine": ("fused Adam on GPUs; without it apex's or torch's is used", "needs a GPU build"),
-    "apex": ("fused Adam on GPUs; without it torch's is used", "build from NVIDIA's source"),
-    "sglang": ("not used yet; the embedded engine serves", "would go into its own environment"),
 }
 #: The versions that the tests run with; others within the range are expected to work.
 TESTED_MEGATRON = "0.16"
@@ -62,13 +61,17 @@ class Finding:
     text: str
 
 
-def examine(run_root: Path) -> list[Finding]:
-    """Everything there is to say about this machine; runs will be written below ``run_root``."""
+def examine(run_root: Path, rollout_python: Path | None = None) -> list[Finding]:
+    """Everything there is to say about this machine; runs will be written below ``run_root``, SGLang servers started
+    by the interpreter ``rollout_python``."""
     return [
         _python(),
         *(_required(name, *wanted) for name, wanted in REQUIRED.items()),
         *(_optional(name, *wanted) for name, wanted in OPTIONAL.items()),
+        rollout_environment(rollout_python),
         *_gpus(),
+        *_kernels(find_kernels(), gpu=bool(visible_gpus())),
+        _layers(),
         _cores(),
         _memory(),
         _file_system(run_root),
@@ -120,6 +123,19 @@ def _optional(name: str, enables: str, remedy: str) -> Finding:
     return Finding("ok", name, f"{version}  {enables.split(';')[0]}")
 
 
+def rollout_environment(python: Path | None) -> Finding:
+    """What the interpreter ``rollout.python`` (None: not given) has to serve with."""
+    if python is None:
+        return Finding("note", "sglang", "no rollout.python in the configuration: the embedded engine serves "
+                       "(tools/make_rollout_env.sh makes an environment for SGLang servers)")  # fmt: skip
+    version = installed_sglang(python)
+    if version is None:
+        return Finding("missing", "sglang", f"not in the environment of {python}; tools/make_rollout_env.sh makes one")
+    if version != TESTED_SGLANG:
+        return Finding("note", "sglang", f"{version} beside {python}; tested with {TESTED_SGLANG}")
+    return Finding("ok", "sglang", f"{version} beside {python}  rollout servers")
+
+
 def _gpus() -> Iterator[Finding]:
     present, usable = installed_gpus(), visible_gpus()
     if not present:
@@ -128,6 +144,29 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("note", "gpu", f"{len(present)} found, but the installed torch is built for CPUs only")
     else:
         yield Finding("ok", "gpu", f"{len(usable)} usable ({', '.join(usable)})")
+
+
+def _kernels(installed: InstalledKernels, *, gpu: bool) -> Iterator[Finding]:
+    """The learner's fused kernels: whose are used, and why not where one is installed."""
+    if installed.apex_problem:
+        yield Finding("note", "apex", f"not used: {installed.apex_problem}")
+    found = {"fused adam": installed.fused_adam, "fused weight gradients": "Apex" * installed.weight_gradients}
+    for name, whose in found.items():
+        if whose and gpu:
+            yield Finding("ok", name, f"{whose}'s is used")
+        elif whose:
+            yield Finding("note", name, f"{whose}'s is installed and needs a GPU; torch's is used")
+        elif gpu:
+            remedy = "NVIDIA's apex, built from source" + (", or transformer-engine" if name == "fused adam" else "")
+            yield Finding("note", name, f"not installed: torch's is used ({remedy})")
+
+
+def _layers() -> Finding:
+    """Which of Megatron's layers the learner builds."""
+    return Finding(
+        "ok", "layers", "Megatron's local ones, several trajectories a micro-batch, torch's attention; "
+        "TransformerEngine's are not used: they have not passed tests/gpu",
+    )  # fmt: skip
 
 
 def _cores() -> Finding:

@@ -6,14 +6,20 @@ request has a deadline, and every failure names the server, the endpoint and the
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import math
+import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
+from ..config.servers import TESTED_SGLANG
 from . import protocol
+from .back_off import BackOff
 from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
 
 #: Establishing a TCP connection is quick or hopeless; it does not get the whole request timeout.
@@ -38,8 +44,14 @@ class ServerUnavailable(RuntimeError):
         self.url, self.endpoint, self.reason = url, endpoint, reason
 
 
+class UnsupportedServer(RuntimeError):
+    """The server answers, but cannot do what training needs; one line for the user."""
+
+
 class ServerClient:
     """Client of the server at ``base_url``. ``timeout_s`` bounds every single request.
+
+    ``cache_key`` names the weights that the server holds: what its cache has read under another name is not used.
 
     Requests raise ServerError (refused), ServerUnavailable (no answer) or ProtocolError (an id
     outside [0, vocab_size), or an answer that does not follow the protocol).
@@ -49,6 +61,9 @@ class ServerClient:
         self.base_url = base_url.rstrip("/")
         self.vocab_size = vocab_size
         self.timeout_s = timeout_s
+        self.cache_key: str | None = None
+        #: Whether the server brackets updates by begin and end; servers before SGLang 0.5.21 do not.
+        self._brackets = True
         self._session: aiohttp.ClientSession | None = None
 
     # ------------------------------------------------------------ generation
@@ -56,8 +71,9 @@ class ServerClient:
     async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, rid: str) -> GenerateResult:
         """One answer to one prompt."""
         self._check_prompt(input_ids, sampling)
-        reply = await self._post(protocol.GENERATE, protocol.generate_body(input_ids, sampling, rid))
-        return self._parsed(protocol.GENERATE, protocol.parse_generate, reply, self.vocab_size)
+        body = protocol.generate_body(input_ids, sampling, rid, self.cache_key)
+        reply = await self._post(protocol.GENERATE, body)
+        return self._parsed(protocol.GENERATE, protocol.parse_generate, reply, self.vocab_size, sampling)
 
     async def generate_batch(
         self,
@@ -66,17 +82,17 @@ class ServerClient:
         rids: Sequence[str] | None = None,
     ) -> list[GenerateResult]:
         """Answers to an ordered list of prompts, submitted as one request."""
-        body = protocol.generate_batch_body(prompts, samplings, rids)
+        body = protocol.generate_batch_body(prompts, samplings, rids, self.cache_key)
         for prompt, sampling in zip(prompts, samplings, strict=True):
             self._check_prompt(prompt, sampling)
         reply = await self._post(protocol.GENERATE, body)
-        return self._parsed(protocol.GENERATE, protocol.parse_generate_batch, reply, len(prompts), self.vocab_size)
+        return self._parsed(protocol.GENERATE, protocol.parse_generate_batch, reply, samplings, self.vocab_size)
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probs [L-1] of ``tokens[t]`` given ``tokens[:t]``, t = 1..L-1, at temperature 1."""
         self._check_prompt(tokens, SamplingParams())
         reply = await self._post(protocol.GENERATE, protocol.score_body(tokens))
-        return self._parsed(protocol.GENERATE, protocol.parse_score, reply, tokens)
+        return self._parsed(protocol.GENERATE, protocol.parse_score, reply, tokens, self.vocab_size)
 
     async def abort(self, rid: str | None = None) -> None:
         """Ends request ``rid`` (None: every request) with what it has sampled."""
@@ -85,7 +101,24 @@ class ServerClient:
     # ------------------------------------------------------------ control
 
     async def pause(self, mode: PauseMode) -> None:
+        """Pause, and forget what the weights that leave have read, but for the answers that ``in_place`` continues.
+
+        Without that, a retracted answer would be computed again on top of a cached prefix of the old weights.
+        """
         await self._post(protocol.PAUSE_GENERATION, protocol.pause_body(mode))
+        if mode != "in_place":
+            await self._flush_when_idle()
+
+    async def _flush_when_idle(self) -> None:
+        """The server refuses while the last of its batches is still on its way out."""
+        deadline, again = time.monotonic() + self.timeout_s, BackOff(0.01, 1.0)
+        while True:
+            try:
+                return await self.flush_cache()
+            except ServerError as error:
+                if error.status != 400 or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(again.wait())
 
     async def resume(self) -> None:
         await self._post(protocol.CONTINUE_GENERATION, {})
@@ -94,7 +127,8 @@ class ServerClient:
         await self._post(protocol.FLUSH_CACHE, {})
 
     async def begin_weight_update(self) -> None:
-        await self._control(protocol.BEGIN_WEIGHT_UPDATE, {})
+        """A server that does not know of it (SGLang before 0.5.21) takes updates without."""
+        await self._bracket(protocol.BEGIN_WEIGHT_UPDATE)
 
     async def update_weights_from_tensor(self, bucket: bytes, version: str, flush_cache: bool = False) -> None:
         """One bucket (base64 of a pickled [(name, tensor), ...]), between begin and end."""
@@ -129,7 +163,19 @@ class ServerClient:
         return list(self._parsed(protocol.WEIGHTS_CHECKER, protocol.parse_checksums, reply))
 
     async def end_weight_update(self) -> None:
-        await self._control(protocol.END_WEIGHT_UPDATE, {})
+        await self._bracket(protocol.END_WEIGHT_UPDATE)
+
+    async def _bracket(self, endpoint: str) -> None:
+        if not self._brackets:
+            return
+        try:
+            await self._control(endpoint, {})
+        except ServerError as error:
+            if error.status != 404:
+                raise
+            self._brackets = False
+
+    # ------------------------------------------------------------ the server itself
 
     async def model_info(self) -> dict[str, Any]:
         """{model_path, weight_version, ...}."""
@@ -142,9 +188,63 @@ class ServerClient:
         """True when the server takes requests; False when it does not answer, or says no."""
         try:
             await self._request("GET", protocol.READY, None, STATUS_TIMEOUT_S)
+        except ServerError as error:
+            return error.status == 404 and await self._is_healthy()  # servers before SGLang 0.5.23 have no /ready
+        except ServerUnavailable:
+            return False
+        return True
+
+    async def _is_healthy(self) -> bool:
+        try:
+            await self._request("GET", protocol.HEALTH, None, STATUS_TIMEOUT_S)
         except (ServerError, ServerUnavailable):
             return False
         return True
+
+    async def health(self, timeout_s: float) -> str:
+        """Name of the weights of a server that is well: a request has gone through all of it. ServerUnavailable after
+        ``timeout_s`` seconds; ServerError when it says that it is not well."""
+        await self._request("GET", protocol.HEALTH, None, timeout_s)
+        return str((await self.model_info()).get("weight_version"))
+
+    async def adopt(self) -> None:
+        """Undo what another run may have left: an update that it did not end, a pause."""
+        with contextlib.suppress(ServerError):  # it says that there is none
+            await self.end_weight_update()
+        await self.resume()
+
+    async def check_capabilities(self) -> None:
+        """Sample one token, and look whether its answer has all that training needs; UnsupportedServer otherwise.
+
+        ServerUnavailable is passed on as False is by ``ready``: the caller asks again.
+        """
+        one = SamplingParams(max_new_tokens=1, ignore_eos=True)
+        try:
+            await self.model_info()
+            await self.generate([0], one, f"vcpo-probe-{secrets.token_hex(8)}")
+        except ServerError as error:
+            if error.status >= 500:
+                raise
+            raise UnsupportedServer(f"{await self._described()} refuses what training needs: {error}") from error
+        except ProtocolError as error:
+            raise UnsupportedServer(
+                f"{await self._described()} does not answer what training needs (tested with SGLang "
+                f"{TESTED_SGLANG}): {error}"
+            ) from error
+
+    async def _described(self) -> str:
+        """What is known of the server, for a refusal."""
+        for endpoint in (protocol.SERVER_INFO, "/get_server_info"):
+            try:
+                reply = await self._request("GET", endpoint, None, STATUS_TIMEOUT_S)
+            except (ServerError, ServerUnavailable):
+                continue
+            if isinstance(reply, dict) and "version" in reply:
+                return f"SGLang {reply['version']} at {self.base_url}"
+        return (
+            f"the server at {self.base_url} is no SGLang server that is known here (an sglang-router in front of them? "
+            "name its workers in rollout.addresses: it sends requests to workers that miss an update); it"
+        )
 
     async def close(self) -> None:
         if self._session is not None:

@@ -1,20 +1,25 @@
-"""The rollout servers of a run: started, watched, restarted, and chosen for requests; no torch.
+"""The rollout servers of a run: started or joined, watched, restarted, and chosen for requests; no torch.
 
-    STARTING --answers--> EMPTY --full update--> SERVING
-       ^                    ^                       |
-       |                    +---update missed-------+
-       +------ restart (at most rollout.max_restarts times a server) <-- process ended
+    STARTING --answers, can what training needs--> EMPTY --full update--> SERVING
+       ^                                             ^                       |
+       |                                             +---update missed, -----+
+       |                                                 other weights found
+       +-- restart (at most rollout.max_restarts times a server) <-- process ended, or hung and was killed
+       +-- a joined server cannot be reached
 
 Only a SERVING server takes requests: it holds a version that the weight sync gave it, whole. A server that
-missed or failed an update, or was restarted, is EMPTY until a full update succeeded.
+missed or failed an update, or was restarted, is EMPTY until a full update succeeded. A SERVING server that has
+answered nothing for a while is asked whether it is well (``health``); one that does not say so in time, twice, is
+killed, and a joined one is left alone until it answers again.
 
 ``Fleet.supervise``  consumes: exit codes, readiness    produces: state changes, FleetError when restarts run out
                      waits for: 50 ms                   unblocked by: time
 ``Lease.generate``   consumes: a request                produces: its result, whatever server gave it
-                     waits for: a serving server, then its answer
+  (lease.py)         waits for: a serving server, then its answer
                      unblocked by: the weight sync (``loaded``), deadlines
 
-A group of samples holds a ``Lease``: all its requests go to one server, and move together when that one dies.
+A group of samples holds a ``Lease``: all its requests go to one server, whose cache then holds their prompt, and move
+together when that one dies. The least busy server is taken, by its requests in flight.
 """
 
 from __future__ import annotations
@@ -30,15 +35,21 @@ from typing import Protocol, TypeVar
 
 from ..transport.child import last_error
 from ..types import PolicyVersion
-from .client import ServerClient, ServerUnavailable
-from .protocol import GENERATE, GenerateResult, SamplingParams
+from .back_off import BackOff
+from .client import ServerClient, ServerError, ServerUnavailable, UnsupportedServer
+from .health import Health
+from .lease import Lease
 
 _T = TypeVar("_T")
 
 #: Seconds between two looks at the server processes.
 _POLL_S = 0.05
-#: How often a request is sent again to a server whose process lives but that cannot be reached.
-_RETRIES = 2
+#: Pauses between questions whether a server is ready, and before further starts of one that dies as it starts.
+_ASK_S = (0.05, 1.0)
+_RESTART_S = (1.0, 30.0)
+#: Trajectories that hold a place on a server, for each that it can decode: those that wait for their environments
+#: leave room for others, which must not be too many when all come back.
+_PLACES = 2
 
 
 class FleetError(RuntimeError):
@@ -95,21 +106,28 @@ class ServerState(Enum):
 class Server:
     """One rollout server.
 
-    ``version`` is what it has loaded whole, None unless it is SERVING. ``load`` counts the trajectories that hold
-    a place on it, ``starts`` its processes so far. ``updating`` is set by the weight sync.
+    ``joined``: it ran already, and has no process here. ``version`` is what it has loaded whole, None unless it is
+    SERVING. ``load`` counts the trajectories that hold a place on it, ``busy`` those of them that have a request in
+    flight or are about to, ``starts`` its processes so far. ``updating`` is set by the weight sync.
     """
 
     index: int
     client: ServerClient
     log: Path
+    joined: bool = False
     state: ServerState = ServerState.STARTING
     version: PolicyVersion | None = None
     process: Process | None = None
     starts: int = 0
     load: int = 0
+    busy: int = 0
     updating: bool = False
     ready_by: float = math.inf
     asked: asyncio.Task[bool] | None = None  # whether it is ready, while it starts
+    asking: BackOff = field(default_factory=lambda: BackOff(*_ASK_S))
+    restarting: BackOff = field(default_factory=lambda: BackOff(*_RESTART_S))
+    health: Health = field(default_factory=lambda: Health(math.inf, math.inf))
+    ending: asyncio.Task[int] | None = None  # its process is being killed
 
     @property
     def name(self) -> str:
@@ -124,80 +142,31 @@ class Server:
         """It answers, so it can be given weights."""
         return self.state is not ServerState.STARTING
 
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """The least of these is the server to be taken."""
+        return self.busy, self.load, self.index
+
+    @property
+    def where(self) -> str:
+        """Where to look when something is wrong with it."""
+        return f"it runs at {self.client.base_url}" if self.joined else f"see {self.log}"
+
+    def answered(self) -> None:
+        """It answered a request: it is well."""
+        self.health.answered()
+
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """``capacity``: trajectories in flight on one server; times in seconds."""
+    """``capacity``: requests in flight on one server; times in seconds, those of ``health`` by rollout.health_*."""
 
     capacity: int
     max_restarts: int
     start_timeout_s: float
     takeover_timeout_s: float
-
-
-@dataclass(eq=False)
-class Lease:
-    """Places of one group (or one evaluation) on a server, one place a trajectory.
-
-    ``version`` is the number of the version that the server had loaded when the lease was given: what admission
-    counted with. No request of the lease goes to an older one, nor to a server outside ``among``.
-    """
-
-    fleet: Fleet
-    server: Server
-    places: int
-    among: Sequence[Server]
-    version: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        assert self.server.version is not None
-        self.version = self.server.version.number
-        self.server.load += self.places
-
-    def release(self, places: int = 1) -> None:
-        """Give ``places`` back; the trajectories that held them have ended."""
-        self.places -= places
-        self.server.load -= places
-        self.fleet.changes.notify()
-
-    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, rid: str) -> GenerateResult:
-        """Answer of the lease's server; when that one dies the request is run again where the lease moves to.
-
-        ServerUnavailable after repeated failures of a server that lives, or when no server took over in time;
-        ServerError when the request was refused.
-        """
-        failures = 0
-        while True:
-            server = await self._place()
-            try:
-                return await server.client.generate(input_ids, sampling, rid)
-            except ServerUnavailable:
-                if self.fleet.check(server):
-                    failures += 1
-                    if failures > _RETRIES:
-                        raise
-                    await asyncio.sleep(0.1 * failures)
-
-    async def _place(self) -> Server:
-        """The server of this lease, after moving to another one if it does not serve."""
-        timeout_s = self.fleet.options.takeover_timeout_s
-
-        def serving() -> Server | None:
-            if self.server.serving:
-                return self.server
-            others = [s for s in self.among if s.version is not None and s.version.number >= self.version]
-            return min(others, key=lambda s: (s.load, s.index)) if others else None
-
-        try:
-            server = await self.fleet.changes.until(serving, timeout_s)
-        except TimeoutError:
-            reason = f"no rollout server took over from {self.server.name} within {timeout_s:g} s"
-            raise ServerUnavailable(self.server.client.base_url, GENERATE, reason) from None
-        if server is not self.server:
-            self.server.load -= self.places
-            server.load += self.places
-            self.server = server
-        return server
+    health_interval_s: float = math.inf
+    health_timeout_s: float = math.inf
 
 
 class Fleet:
@@ -218,6 +187,8 @@ class Fleet:
         self._launch = launch
         self._stop = stop
         self._stopping = False
+        for server in self.servers:
+            server.health = Health(options.health_interval_s, options.health_timeout_s)
 
     # --- life of the processes ----------------------------------------------------------------
 
@@ -231,88 +202,157 @@ class Fleet:
         await self.changes.until(lambda: all(server.available for server in self.servers) or None)
 
     async def supervise(self) -> None:
-        """Restart servers that die until cancelled; FleetError when one may not be restarted, or does not answer."""
+        """Restart servers that die or hang until cancelled; FleetError when one may not be restarted, does not answer,
+        or cannot do what training needs."""
         try:
             while True:
-                self._look()
+                for server in self.servers:
+                    self._look(server)
                 await asyncio.sleep(_POLL_S)
         finally:
             for server in self.servers:
-                self._forget_question(server)
+                self._forget_questions(server)
 
     async def stop(self) -> None:
-        """End all servers; returns when every process is gone."""
+        """End all servers that were started here; returns when every process is gone."""
         self._stopping = True
+        await asyncio.gather(*(server.ending for server in self.servers if server.ending is not None))
         processes = [server.process for server in self.servers if server.process is not None]
         await asyncio.gather(*(asyncio.to_thread(self._stop, process) for process in processes))
         await asyncio.gather(*(server.client.close() for server in self.servers))
 
     async def replace(self, server: Server) -> None:
-        """Kill a server that lives but no longer does its work; ``supervise`` treats it as dead."""
+        """Kill a server that lives but no longer does its work; ``supervise`` treats it as dead. A joined one is left
+        alone until it answers again."""
         self.missed(server)
-        if server.process is not None:
+        if server.joined:
+            self._lost(server)
+        elif server.process is not None:
             await asyncio.to_thread(self._stop, server.process)
 
+    def unreachable(self, server: Server) -> bool:
+        """The server did not answer: whether it lives, so that asking again makes sense. A joined one has no process to
+        look at: it counts as lost, and must answer, and get all weights, before it serves again."""
+        if server.joined:
+            self._lost(server)
+        return self.check(server)
+
     def check(self, server: Server) -> bool:
-        """Whether the server's process lives. Called when it cannot be reached, ahead of the next look."""
+        """Whether the server lives, as far as it is known, ahead of the next look."""
+        if server.joined:
+            return server.available
         alive = server.process is not None and server.process.poll() is None
         if not alive and server.serving:
             self.missed(server)
         return alive
 
-    def _look(self) -> None:
-        for server in self.servers:
-            code = server.process.poll() if server.process is not None else None
-            if code is not None and not self._stopping:
+    def _look(self, server: Server) -> None:
+        """Never waits for an answer: a server that hangs must not keep the others, or its deadline, from being seen."""
+        code = server.process.poll() if server.process is not None else None
+        if code is not None:
+            if not self._stopping:
                 self._died(server, code)
-            elif server.state is ServerState.STARTING:
-                self._look_at_start(server)
+        elif server.state is ServerState.STARTING:
+            self._look_at_start(server)
+        elif server.serving and not server.updating:
+            self._look_at_health(server)
+        else:  # the weight sync talks to it, with deadlines of its own
+            server.health.forget()
 
     def _look_at_start(self, server: Server) -> None:
-        """Never waits for an answer: a server that hangs must not keep the others, or its deadline, from being seen."""
-        if server.asked is None:
-            server.asked = asyncio.create_task(server.client.ready())
-        ready = server.asked.result() if server.asked.done() else None
-        if ready is not None:
-            server.asked = None
-        if ready:
-            self._set(server, ServerState.EMPTY)
-        elif time.monotonic() > server.ready_by:
-            raise FleetError(
-                f"{server.name} did not answer within {self.options.start_timeout_s:g} s of its start, see "
-                f"{server.log}; rollout.start_timeout_s sets this deadline"
-            )
+        if server.process is None and not server.joined:
+            if server.restarting.due:
+                server.restarting.wait()
+                self._start(server)
+            return
+        if server.asked is None and server.asking.due:
+            server.asked = asyncio.create_task(_begin(server))
+        if server.asked is not None and server.asked.done():
+            asked, server.asked = server.asked, None
+            try:
+                ready = asked.result()
+            except UnsupportedServer as error:
+                raise FleetError(f"{server.name}: {error}") from error
+            if ready:
+                self._set(server, ServerState.EMPTY)
+                return
+            server.asking.wait()
+        if time.monotonic() > server.ready_by:
+            self._late(server)
 
-    @staticmethod
-    def _forget_question(server: Server) -> None:
+    def _late(self, server: Server) -> None:
+        """It did not answer in time. The run goes on without a joined one while others serve."""
+        server.ready_by = math.inf
+        problem = f"{server.name} did not answer within {self.options.start_timeout_s:g} s"
+        if not server.joined:
+            raise FleetError(f"{problem} of its start, {server.where}; rollout.start_timeout_s sets this deadline")
+        if not any(other.available for other in self.servers):
+            raise FleetError(f"{problem}, and no other does; {server.where}")
+        print(f"{problem}; {server.where}; the run goes on without it until it answers", flush=True)
+
+    def _look_at_health(self, server: Server) -> None:
+        found = server.health.look(server.client, server.version)
+        if found is not None and found != str(server.version):
+            print(f"{server.name} says it has weights {found!r}, not {server.version}: it gets them again", flush=True)
+            self.missed(server)
+        elif server.health.hangs:
+            print(f"{server.name} hangs ({server.health.reason}): it is given up", flush=True)
+            server.health.forget()
+            self.missed(server)
+            if server.joined:
+                self._lost(server)
+            elif server.process is not None and server.ending is None:
+                server.ending = asyncio.create_task(asyncio.to_thread(self._stop, server.process))
+
+    def _forget_questions(self, server: Server) -> None:
+        server.health.forget()
         if server.asked is not None:
             server.asked.cancel()
             server.asked = None
 
     def _start(self, server: Server) -> None:
-        self._forget_question(server)
-        server.starts += 1
-        server.process = self._launch(server.index)
+        self._forget_questions(server)
+        if not server.joined:
+            server.starts += 1
+            server.process = self._launch(server.index)
+        self._await_start(server)
+
+    def _await_start(self, server: Server) -> None:
         server.ready_by = time.monotonic() + self.options.start_timeout_s
+        server.asking.reset()
         self._set(server, ServerState.STARTING)
 
+    def _lost(self, server: Server) -> None:
+        """A joined server cannot be reached: wait until it answers."""
+        if server.available:
+            print(f"{server.name} cannot be reached, {server.where}; it gets no requests until it answers", flush=True)
+            self._await_start(server)
+
     def _died(self, server: Server, code: int) -> None:
-        """Restart a dead server, or FleetError."""
-        self.missed(server)
+        """Restart a dead server, after a while if it died before it ever served, or FleetError."""
+        self._forget_questions(server)
+        server.ending = None
         if server.starts > self.options.max_restarts:
+            self.missed(server)
             raise FleetError(
                 f"{server.name} died ({_exit(code, server.log)}), see {server.log}; "
                 f"rollout.max_restarts is {self.options.max_restarts}"
             )
         print(f"{server.name} died ({_exit(code, server.log)}): restart {server.starts} of "
               f"{self.options.max_restarts}", flush=True)  # fmt: skip
-        self._start(server)
+        server.process = None
+        self._set(server, ServerState.STARTING)
 
     # --- weights ------------------------------------------------------------------------------
 
     def loaded(self, server: Server, version: PolicyVersion) -> None:
-        """The server holds ``version``, whole: it serves."""
+        """The server holds ``version``, whole: it serves, unless it was lost since."""
+        if not server.available:
+            return
         server.version = version
+        server.client.cache_key = str(version)
+        server.restarting.reset()
+        server.health.forget()
         self._set(server, ServerState.SERVING)
 
     def missed(self, server: Server) -> None:
@@ -332,26 +372,39 @@ class Fleet:
     def lease(
         self, places: int, *, among: Sequence[Server] | None = None, allowed: Callable[[int], bool] = lambda v: True
     ) -> Lease | None:
-        """``places`` on the least loaded serving server of ``among`` (default: all) with room for them and with
+        """``places`` on the least busy serving server of ``among`` (default: all) with room for them and with
         ``allowed(number of its version)``, or None when there is no such server now.
 
         A group larger than a whole server's capacity goes to an idle one: the server queues what it cannot run.
         """
-        servers = self.servers if among is None else tuple(among)
+        servers, capacity = self.servers if among is None else tuple(among), self.options.capacity
         room = [
             s for s in servers
             if s.version is not None and allowed(s.version.number)
-            and (s.load + places <= self.options.capacity or s.load == 0)
+            and (s.load == 0 or s.busy + places <= capacity and s.load + places <= _PLACES * capacity)
         ]  # fmt: skip
-        return Lease(self, min(room, key=lambda s: (s.load, s.index)), places, servers) if room else None
+        return Lease(self, min(room, key=lambda s: s.order), places, servers) if room else None
 
     def describe(self) -> str:
         """One phrase a server, for the watchdog."""
         return "; ".join(
             f"{s.name} {s.state.value}{' (updating)' if s.updating else ''}, version {s.version}, "
-            f"{s.load} trajectories"
+            f"{s.load} trajectories, {s.busy} of them busy"
             for s in self.servers
         )  # fmt: skip
+
+
+async def _begin(server: Server) -> bool:
+    """Whether the server is ready; UnsupportedServer when it cannot do what training needs."""
+    if not await server.client.ready():
+        return False
+    try:
+        if server.joined:
+            await server.client.adopt()
+        await server.client.check_capabilities()
+    except (ServerError, ServerUnavailable):  # not yet; the deadline of its start bounds this
+        return False
+    return True
 
 
 def _exit(code: int, log: Path) -> str:

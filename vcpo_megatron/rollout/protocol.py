@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +38,10 @@ PauseMode = Literal["abort", "retract", "in_place"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
 FINISH_REASONS = ("stop", "length", "abort")
 
+#: SGLang's --sampling-mask-max-tokens, by default.
+MAX_TOP_K = 4096
+#: A log-prob may exceed 0 by so much.
+_ROUNDING = 1e-4
 #: Seeds are non-negative and fit a signed 64-bit integer.
 MAX_SEED = 2**63 - 1
 
@@ -51,6 +55,11 @@ def _integer(value: object, name: str, low: int, high: int | None = None) -> int
         bound = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
         raise ProtocolError(f"{name} = {value!r}: expected {bound}")
     return value
+
+
+def _number(value: object, name: str, expected: str, fits: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and fits(value)):
+        raise ProtocolError(f"{name} = {value!r}: expected {expected}")
 
 
 def token_ids(value: object, name: str, vocab_size: int | None = None) -> tuple[int, ...]:
@@ -72,6 +81,10 @@ class SamplingParams:
     temperature 0 is greedy, with log-probs at temperature 1, as in SGLang. ``ignore_eos`` turns off
     every stop token, ``stop_token_ids`` included. ``sampling_seed`` makes the draw of each token a
     function of (seed, position in the answer), whatever else the server runs.
+
+    ``top_p`` below 1, ``top_k`` (-1: all) and ``min_p`` above 0 leave only part of the vocabulary to sample from. The
+    log-probs of an answer are then those of what is left, renormalised: what the token was really sampled with. SGLang
+    tells them only where ``top_k`` is in [2, 4096], so that is asked for with the other two as well.
     """
 
     max_new_tokens: int = 128
@@ -79,19 +92,29 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     sampling_seed: int | None = None
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         _integer(self.max_new_tokens, "max_new_tokens", 0)
-        temperature = self.temperature
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float):
-            raise ProtocolError(f"temperature = {temperature!r}: expected a number >= 0")
-        if not (math.isfinite(temperature) and temperature >= 0):
-            raise ProtocolError(f"temperature = {temperature!r}: expected a number >= 0")
+        _number(self.temperature, "temperature", "a number >= 0", lambda value: value >= 0)
+        _number(self.top_p, "top_p", "a number above 0 and at most 1", lambda value: 0 < value <= 1)
+        _number(self.min_p, "min_p", "a number in [0, 1]", lambda value: 0 <= value <= 1)
+        if self.restricted and self.top_k == -1:
+            raise ProtocolError(f"top_p = {self.top_p}, min_p = {self.min_p}: need a top_k of 2 to {MAX_TOP_K} as well")
+        if self.restricted:
+            _integer(self.top_k, "top_k", 2, MAX_TOP_K)
         if not isinstance(self.ignore_eos, bool):
             raise ProtocolError(f"ignore_eos = {self.ignore_eos!r}: expected true or false")
         object.__setattr__(self, "stop_token_ids", token_ids(self.stop_token_ids, "stop_token_ids"))
         if self.sampling_seed is not None:
             _integer(self.sampling_seed, "sampling_seed", 0, MAX_SEED)
+
+    @property
+    def restricted(self) -> bool:
+        """Whether only part of the vocabulary is sampled from. (Greedy sampling takes the best token in any case.)"""
+        return self.top_p < 1 or self.top_k != -1 or self.min_p > 0
 
     def to_json(self) -> dict[str, Any]:
         """Keys of ``sampling_params``; optional ones only where they differ from the default."""
@@ -102,6 +125,9 @@ class SamplingParams:
             body["stop_token_ids"] = list(self.stop_token_ids)
         if self.sampling_seed is not None:
             body["sampling_seed"] = self.sampling_seed
+        for name, everything in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+            if getattr(self, name) != everything:
+                body[name] = getattr(self, name)
         return body
 
     @classmethod
@@ -141,13 +167,19 @@ class GenerateResult:
 # ---------------------------------------------------------------- request bodies
 
 
-def generate_body(input_ids: Sequence[int], sampling: SamplingParams, rid: str) -> dict[str, Any]:
-    """Body of ``/generate`` for one prompt."""
-    return {"rid": rid, "input_ids": list(input_ids), "sampling_params": sampling.to_json(), "return_logprob": True}
+def generate_body(
+    input_ids: Sequence[int], sampling: SamplingParams, rid: str, cache_key: str | None = None
+) -> dict[str, Any]:
+    """Body of ``/generate`` for one prompt. Prefixes are shared only between requests of one ``cache_key``."""
+    body = {"rid": rid, "input_ids": list(input_ids), "sampling_params": sampling.to_json(), "return_logprob": True}
+    return _with_options(body, [sampling], cache_key)
 
 
 def generate_batch_body(
-    prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], rids: Sequence[str] | None = None
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[SamplingParams],
+    rids: Sequence[str] | None = None,
+    cache_key: str | None = None,
 ) -> dict[str, Any]:
     """Body of ``/generate`` for an ordered list of prompts, one SamplingParams each."""
     if not prompts or len(prompts) != len(samplings) or (rids is not None and len(rids) != len(prompts)):
@@ -162,6 +194,14 @@ def generate_batch_body(
     }
     if rids is not None:
         body["rid"] = list(rids)
+    return _with_options(body, samplings, cache_key)
+
+
+def _with_options(body: dict[str, Any], samplings: Sequence[SamplingParams], cache_key: str | None) -> dict[str, Any]:
+    if any(sampling.restricted for sampling in samplings):
+        body["return_sampling_mask"] = True
+    if cache_key is not None:
+        body["extra_key"] = cache_key
     return body
 
 
@@ -232,33 +272,61 @@ def _field(reply: object, name: str, where: str) -> Any:
     return reply[name]
 
 
-def parse_generate(reply: object, vocab_size: int | None = None) -> GenerateResult:
-    """One answer of ``/generate``; ProtocolError when anything that training needs is missing or inconsistent."""
+def parse_generate(
+    reply: object, vocab_size: int | None = None, sampling: SamplingParams | None = None
+) -> GenerateResult:
+    """One answer of ``/generate``; ProtocolError when anything that training needs is missing or inconsistent.
+
+    ``sampling``: what was asked for. Where it leaves only part of the vocabulary to sample from, the log-probs are
+    those of that part, and an answer without them is refused.
+    """
     output_ids = token_ids(_field(reply, "output_ids", "generate reply"), "output_ids", vocab_size)
     meta = _field(reply, "meta_info", "generate reply")
-    finish = _field(_field(meta, "finish_reason", "meta_info"), "type", "finish_reason")
+    reason = _field(meta, "finish_reason", "meta_info")
+    finish = _field(reason, "type", "finish_reason")
     if finish not in FINISH_REASONS:
         raise ProtocolError(f"finish_reason.type {finish!r}: expected one of {', '.join(FINISH_REASONS)}")
-    if not output_ids:
-        return GenerateResult((), (), (), finish)
-    logprobs = _logprobs(_field(meta, "output_token_logprobs", "meta_info"), output_ids, "output_token_logprobs")
-    return GenerateResult(output_ids, logprobs, _spans(meta, len(output_ids)), finish)
+    logprobs: tuple[float, ...] = ()
+    spans: tuple[Span, ...] = ()
+    if output_ids:
+        logprobs = _logprobs(_field(meta, "output_token_logprobs", "meta_info"), output_ids, "output_token_logprobs")
+        if sampling is not None and sampling.restricted:
+            logprobs = _restricted_logprobs(meta, len(output_ids))
+        spans = _spans(meta, len(output_ids))
+    if finish == "stop":
+        _check_stop(reason, output_ids)
+    return GenerateResult(output_ids, logprobs, spans, finish)
 
 
-def parse_generate_batch(reply: object, count: int, vocab_size: int | None = None) -> list[GenerateResult]:
-    """Answers of a list request, in its order."""
+def parse_generate_batch(
+    reply: object, samplings: Sequence[SamplingParams], vocab_size: int | None = None
+) -> list[GenerateResult]:
+    """Answers of a list request, in its order; ``samplings`` are those of its prompts."""
+    count = len(samplings)
     if not isinstance(reply, list) or len(reply) != count:
         got = f"{len(reply)} answers" if isinstance(reply, list) else type(reply).__name__
         raise ProtocolError(f"generate reply: expected a list of {count} answers, got {got}")
-    return [parse_generate(item, vocab_size) for item in reply]
+    return [parse_generate(item, vocab_size, sampling) for item, sampling in zip(reply, samplings, strict=True)]
 
 
-def parse_score(reply: object, tokens: Sequence[int]) -> list[float]:
-    """Log-probs [L-1] of ``tokens[1:]`` from the answer to ``score_body``."""
+def parse_score(reply: object, tokens: Sequence[int], vocab_size: int | None = None) -> list[float]:
+    """Log-probs [L-1] of ``tokens[1:]`` from the answer to ``score_body``.
+
+    SGLang echoes the last id of the vocabulary as 0, beside the right log-prob.
+    """
     entries = _field(_field(reply, "meta_info", "generate reply"), "input_token_logprobs", "meta_info")
     if not isinstance(entries, list) or len(entries) != len(tokens):
         raise ProtocolError(f"input_token_logprobs: expected {len(tokens)} entries")
-    return list(_logprobs(entries[1:], tokens[1:], "input_token_logprobs"))
+    echoed = [
+        0 if vocab_size is not None and token == vocab_size - 1 and _echo(entry) == 0 else token
+        for token, entry in zip(tokens, entries, strict=True)
+    ]
+    return list(_logprobs(entries[1:], echoed[1:], "input_token_logprobs"))
+
+
+def _echo(entry: object) -> object:
+    """The token of [logprob, token, text]."""
+    return entry[1] if isinstance(entry, Sequence) and len(entry) > 1 else None
 
 
 def parse_success(reply: object) -> str:
@@ -277,6 +345,25 @@ def parse_checksums(reply: object) -> list[dict[str, str]]:
     if not found or not all(isinstance(rank, Mapping) and rank for rank in found):
         raise ProtocolError("weights_checker reply holds no checksums")
     return [dict(rank) for rank in found]
+
+
+def _check_stop(reason: Mapping[str, Any], output_ids: Sequence[int]) -> None:
+    """A stop token is part of the answer: it was sampled, so the learner counts it as well."""
+    matched = reason.get("matched")  # a text where a string stopped it
+    if isinstance(matched, int) and (not output_ids or output_ids[-1] != matched):
+        raise ProtocolError(f"finish_reason {reason!r}: the stop token is not the last of output_ids")
+
+
+def _restricted_logprobs(meta: object, count: int) -> tuple[float, ...]:
+    """Renormalised log-probs of an answer that was sampled from part of the vocabulary."""
+    name = "output_token_sampling_logprobs"
+    values = _field(meta, name, "meta_info")
+    if not isinstance(values, list) or len(values) != count:
+        got = len(values) if isinstance(values, list) else repr(values)
+        raise ProtocolError(f"{name}: {got} entries for {count} tokens")
+    for index, value in enumerate(values):
+        _number(value, f"{name}[{index}]", "a log-prob", lambda logprob: logprob <= _ROUNDING)
+    return tuple(float(value) for value in values)
 
 
 def _logprobs(entries: object, tokens: Sequence[int], name: str) -> tuple[float, ...]:

@@ -8,7 +8,8 @@
         --> SendWeights  <-- WeightsSent    all buckets of a version, broadcast in the order of its plan
         --> CloseGroups, ReleaseWeights     <-- GroupsLost
         --> Probe        <-- ProbeResult
-        --> BatchReady   <-- StepDone
+        --> BatchReady   <-- StepDone, or StepLeft
+        --> LeaveStep    asks for StepLeft; StepDone comes all the same when the step is too far
         --> Checkpoint   <-- CheckpointDone
         --> Stop         the learner ends with exit code 0
         <-> Error        the run ends; <-> Heartbeat
@@ -151,6 +152,20 @@ class StepDone:
 
 
 @dataclass(frozen=True)
+class LeaveStep:
+    """Asks to leave ``step`` without its optimizer step. It may be done already: StepDone is then the answer."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class StepLeft:
+    """``step`` was left: parameters and optimizer are as before it."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Asks for a checkpoint of the current parameters as ``step``; ``state`` goes into its manifest."""
 
@@ -186,9 +201,9 @@ class Heartbeat:
 
 
 Message = (
-    Hello | WeightsReady | SyncDone | Probe | ProbeResult | BatchReady | StepDone | Checkpoint | CheckpointDone
-    | Stop | Error | Heartbeat | OpenGroup | GroupOpened | SendWeights | WeightsSent | CloseGroups | GroupsLost
-    | ReleaseWeights
+    Hello | WeightsReady | SyncDone | Probe | ProbeResult | BatchReady | StepDone | LeaveStep | StepLeft | Checkpoint
+    | CheckpointDone | Stop | Error | Heartbeat | OpenGroup | GroupOpened | SendWeights | WeightsSent | CloseGroups
+    | GroupsLost | ReleaseWeights
 )  # fmt: skip
 #: What the learner's sender of weights reads, whatever its main thread does meanwhile.
 FOR_SENDER = (SyncDone, OpenGroup, SendWeights, CloseGroups, ReleaseWeights)

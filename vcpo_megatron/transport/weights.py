@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -33,9 +34,14 @@ def buckets(
         yield bucket
 
 
-def plan_buckets(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> list[list[list[object]]]:
-    """How ``buckets`` will cut tensors of these shapes: [name, dtype, shape] of each tensor of each bucket."""
-    blanks = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in shapes.items())
-    return [
-        [[name, dtype_name(dtype), list(tensor.shape)] for name, tensor in bucket] for bucket in buckets(blanks, limit)
-    ]
+def plan_buckets(outline: Mapping[str, tuple[tuple[int, ...], torch.dtype]], limit: int) -> list[list[list[object]]]:
+    """How ``buckets`` will cut tensors of these shapes and dtypes: [name, dtype, shape] of each tensor of each bucket.
+
+    A tensor must begin at a multiple of its size: another dtype begins another bucket.
+    """
+    plan: list[list[list[object]]] = []
+    for dtype, run in itertools.groupby(outline.items(), key=lambda item: item[1][1]):
+        blanks = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, _) in run)
+        for bucket in buckets(blanks, limit):
+            plan.append([[name, dtype_name(dtype), list(tensor.shape)] for name, tensor in bucket])
+    return plan

@@ -75,9 +75,10 @@ class Service:
         return web.Response(text="Cache flushed.\n")
 
     def _require_idle(self) -> None:
-        """The cache holds running sequences only, so flushing an idle one is free."""
+        """The cache holds running sequences only, so flushing an idle one is free. While paused, those that wait hold
+        nothing and may go on waiting."""
         running, waiting = self.scheduler.num_running, self.scheduler.num_waiting
-        if running or waiting:
+        if running or waiting and not self.scheduler.paused:
             raise RequestError(f"the cache cannot be flushed: {running} requests are running, {waiting} waiting")
 
     # ------------------------------------------------------------ weights

@@ -18,10 +18,13 @@ LENGTH_STEP = 32
 
 
 class SlotCache:
-    """``shapes`` is (kv_heads, head_dim) a layer. All tensors start as zeros, so padding is finite."""
+    """``shapes`` is (kv_heads, dimensions of a key, of a value) a layer.
+
+    All tensors start as zeros, so padding is finite.
+    """
 
     def __init__(
-        self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, max_rows: int, max_length: int
+        self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, max_rows: int, max_length: int
     ) -> None:
         self.max_rows = max_rows
         self.max_length = max_length
@@ -30,10 +33,11 @@ class SlotCache:
         self._shapes = tuple(shapes)
         self._dtype = dtype
         # keys of layer 0, values of layer 0, keys of layer 1, ...
-        self.tensors = [self._zeros(shape) for shape in self._shapes for _ in range(2)]
+        self.tensors = [self._zeros(index) for index in range(2 * len(self._shapes))]
 
-    def _zeros(self, shape: tuple[int, int]) -> torch.Tensor:
-        heads, head_dim = shape
+    def _zeros(self, index: int) -> torch.Tensor:
+        heads, *sizes = self._shapes[index // 2]
+        head_dim = sizes[index % 2]
         return torch.zeros(self.rows, heads, self.length, head_dim, dtype=self._dtype)
 
     def reserve(self, rows: int, length: int) -> bool:
@@ -46,7 +50,7 @@ class SlotCache:
         while self.length < length:
             self.length = min(self.length * 2, self.max_length)
         for index, old in enumerate(self.tensors):
-            self.tensors[index] = self._zeros(self._shapes[index // 2])
+            self.tensors[index] = self._zeros(index)
             self.tensors[index][:old_rows, :, :old_length] = old
         return True
 

@@ -63,7 +63,7 @@ class PackedAttention:
 
     def __init__(self, context_length: int) -> None:
         self.context_length = context_length
-        self.shapes: dict[int, tuple[int, int]] = {}
+        self.shapes: dict[int, tuple[int, int, int]] = {}
         self._inputs: Packed | DecodeInputs | None = None
         self._cache: list[torch.Tensor] = []
 
@@ -81,7 +81,7 @@ class PackedAttention:
         scaling: float | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query [1, H, T, D], key and value [1, Hkv, T, D]; returns [1, T, H, D]."""
+        """query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, V]; returns [1, T, H, V]."""
         inputs = self._inputs
         if inputs is None:
             self._record(module, key, value, options)
@@ -109,15 +109,15 @@ class PackedAttention:
         for name in ("softcap", "s_aux"):
             if options.get(name) is not None:
                 raise ModelError(f"attention with {name!r} is not supported")
-        if key.shape != value.shape:
-            raise ModelError("attention whose keys and values differ in shape is not supported")
-        self.shapes[module.layer_idx] = (key.shape[1], key.shape[3])
+        if key.shape[:3] != value.shape[:3]:
+            raise ModelError("attention with other numbers of keys than values is not supported")
+        self.shapes[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[3])
 
 
 def _decode(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """query [H, B, D], keys and values [B, Hkv, L, D], mask [B, 1, 1, L]; returns [B, H, D].
+    """query [H, B, D], keys [B, Hkv, L, D], values [B, Hkv, L, V], mask [B, 1, 1, L]; returns [B, H, V].
 
     The heads of one key-value group are treated as queries of one head: nothing is repeated.
     """
@@ -130,7 +130,7 @@ def _decode(
 def _prefill(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, inputs: Packed, scaling: float | None
 ) -> torch.Tensor:
-    """query [H, S, D], key and value [Hkv, S, D] of S prefill tokens; returns [S, H, D].
+    """query [H, S, D], key [Hkv, S, D], value [Hkv, S, V] of S prefill tokens; returns [S, H, V].
 
     Prompts are padded at the end, where causal attention of real tokens never looks.
     """
@@ -191,13 +191,14 @@ class _Forward(torch.nn.Module):
 class PackedModel:
     """A loaded model that answers ``decode`` and ``mixed``; made by ``build``.
 
-    vocab_size is the number of logits; shapes are (kv_heads, head_dim) a layer for the cache.
+    vocab_size is the number of logits; shapes are (kv_heads, dimensions of a key, of a value) a layer, for the
+    cache.
     """
 
     model: Any
     vocab_size: int
     dtype: torch.dtype
-    shapes: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[int, int, int], ...]
     _decode: Any
     _mixed: Any
 
@@ -246,8 +247,8 @@ def _probe_inputs(packed: PackedModel, sizes: tuple[int, ...], batch: int) -> tu
     pad, unpad = padding(sizes)
     cache = [
         torch.zeros(batch + len(sizes), heads, 32, dim, dtype=packed.dtype)
-        for heads, dim in packed.shapes
-        for _ in range(2)
+        for heads, *sizes in packed.shapes
+        for dim in sizes
     ]
     return Packed(ids, positions, rows, mask, pad, unpad, torch.arange(total)), cache
 

@@ -14,7 +14,11 @@ from .generation import Generation
 
 #: Sequences of one request (prompts times n). All are queued and answered as one: more belong into further requests.
 MAX_SEQUENCES = 8192
-_KEYS = {"rid", "input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "stream"}
+_KEYS = {
+    "rid", "input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "stream",
+    "extra_key",  # keeps caches of prefixes apart, of which this engine has none
+    "return_sampling_mask",  # comes with what is refused by name, below
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class RequestParser:
         assert isinstance(sampling, Mapping)  # _copies has looked
         copies = _copies(sampling)
         params = SamplingParams.from_json({key: value for key, value in sampling.items() if key != "n"})
+        if params.restricted:
+            raise RequestError("top_p, top_k and min_p are not supported by the embedded engine: it samples from all")
         self._check_length(len(prompt), params.max_new_tokens)
         if isinstance(start, bool) or not isinstance(start, int) or not -1 <= start < len(prompt):
             raise RequestError(f"logprob_start_len = {start!r}: expected -1 or a position of the prompt")

@@ -1,0 +1,94 @@
+"""docs/environments.md: its example is run as it stands, and its table is what the code has."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from vcpo_megatron.config.models import EnvironmentConfig
+from vcpo_megatron.environments import registry
+from vcpo_megatron.environments.base import Environment
+from vcpo_megatron.rollout.agent_loop import run_episode
+from vcpo_megatron.rollout.protocol import GenerateResult, SamplingParams, Span
+from vcpo_megatron.types import Trajectory
+
+TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+CHARACTERS = "".join(sorted({*"abcdefghijklmnopqrstuvwxyzTH0123456789 .?+-*\n"}))
+PROBLEM = "2 bags of 34 nuts. How many?"
+
+
+def block(language: str) -> str:
+    found = re.findall(rf"^```{language}\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentConfig:
+    """What the page configures, with the module and the files beside it."""
+    (tmp_path / "calculator.py").write_text(block("python"))
+    (tmp_path / "train.jsonl").write_text(f'{{"problem": "{PROBLEM}", "answer": "68"}}\n')
+    (tmp_path / "heldout.jsonl").write_text('{"problem": "3 bags of 5?", "answer": "15"}\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    monkeypatch.delitem(sys.modules, "calculator", raising=False)
+    given = tomllib.loads(block("toml"))["environment"]
+    return EnvironmentConfig(**{**given, "data": tmp_path / given["data"], "heldout": tmp_path / given["heldout"]})
+
+
+def play(environment: Environment, *answers: str) -> tuple[Trajectory, str]:
+    """Trajectory of a policy that gives these answers, and all of its text."""
+    left = list(answers)
+
+    async def generate(tokens: Sequence[int], sampling: SamplingParams, rid: str) -> GenerateResult:
+        ids = environment.encode(left.pop(0))  # type: ignore[attr-defined]
+        return GenerateResult(ids, (-0.5,) * len(ids), (Span(0, len(ids), "1.0"),), "stop")
+
+    trajectory = asyncio.run(run_episode(
+        generate, environment, environment.train_example(0), group_id=0, sample_index=0,
+        sampling=SamplingParams(max_new_tokens=32), context_length=100, seed_for_turn=lambda turn: None,
+    ))  # fmt: skip
+    assert not left
+    return trajectory, environment.decode(trajectory.tokens.tolist())
+
+
+def test_the_example_of_the_page_runs(settings: EnvironmentConfig, make_tokenizer: Callable[[str], Path]) -> None:
+    folder = make_tokenizer(CHARACTERS)
+    assert registry.validate_environment(settings, folder, 0, 64) == []
+    environment = registry.make_environment(settings, folder, 0)
+
+    trajectory, text = play(environment, "calc 2*34", "68")
+    assert text == f"{PROBLEM}\ncalc 2*3468\n68" and trajectory.reward == 1.0 and trajectory.info == {"calls": 1.0}
+    sampled = "".join(char for char, kept in zip(text, trajectory.loss_mask, strict=True) if kept)
+    assert sampled == "calc 2*3468"  # the calculator's "68\n" is masked out
+    assert play(environment, "68")[0].reward == 1.0
+    assert play(environment, "calc 1-3", "calc 1+1", "calc 2*34")[0].reward == 0.0  # a third call is an answer
+    assert play(environment, "calc 1-3", "calc 999999999*999999999")[0].reward == 0.0  # no room is left
+
+    assert [example.data["answer"] for example in environment.heldout()] == ["15"]
+    assert environment.max_prompt_tokens == len(PROBLEM) + 1
+
+
+def test_its_settings_are_checked_together(
+    settings: EnvironmentConfig, make_tokenizer: Callable[[str], Path]
+) -> None:
+    bad = settings.model_copy(update={"heldout": None, "options": {"max_call": 1}})
+    problems = registry.validate_environment(bad, make_tokenizer(CHARACTERS), 0, 64)
+    assert len(problems) == 2 and "environment.options.max_call" in problems[0] and "both are needed" in problems[1]
+
+
+@pytest.mark.parametrize("name", registry.BUILT_IN)
+def test_every_built_in_environment_is_in_the_table(name: str) -> None:
+    row = re.search(rf"^\| `{name}` \|.*$", TEXT, flags=re.MULTILINE)
+    assert row, f"docs/environments.md: add to the first table | `{name}` | TASK | `OPTION` (DEFAULT): MEANING |"
+    module = importlib.import_module(registry.BUILT_IN[name].__module__)  # type: ignore[attr-defined]
+    for option, field in module.Options.model_fields.items():
+        shown = f"`{field.default}`" if isinstance(field.default, str) else str(field.default)
+        assert f"`{option}` ({shown})" in row[0], f"docs/environments.md, {name}: add `{option}` ({shown}): MEANING"

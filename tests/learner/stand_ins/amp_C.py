@@ -1,0 +1,1 @@
+"""Its presence says that Apex was built with its extensions."""

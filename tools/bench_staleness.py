@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Adaptive staleness against the fixed bound: the same example, trained for the same seconds.
+
+    python tools/bench_staleness.py                            # 120 s of training each, 2 seeds
+    python tools/bench_staleness.py --seconds 600 --seeds 4 --json
+    python tools/bench_staleness.py --quick                    # within a minute
+    python tools/bench_staleness.py --set optimizer.lr=3e-3    # where the fixed bound is hard on the policy
+
+Runs alternate, so that a machine that grows slower is slower for both. Nothing else should run beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from vcpo_megatron.benchmarks import soak, staleness  # noqa: E402
+from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
+
+EXAMPLE = ROOT / "examples" / "modular_sum_cpu" / "run.toml"
+SETTINGS = ("train.steps=1000000", "optimizer.schedule=constant", "checkpoint.every=0",
+            "observability.tensorboard=false", "launch.learner_ranks=1", "parallel.tensor=1")  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools/bench_staleness.py"
+    )
+    parser.add_argument("--seconds", type=float, help="of training, each run (default: 120, quick: 8)")
+    parser.add_argument("--seeds", type=int, help="runs of each kind (default: 2, quick: 1)")
+    parser.add_argument("--quick", action="store_true", help="one short run of each: ends within a minute")
+    parser.add_argument("--config", type=Path, default=EXAMPLE, metavar="RUN.toml", help="default: the shipped example")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=v", dest="settings", help="override a key")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    seconds = options.seconds or (8.0 if options.quick else 120.0)
+    seeds = range(options.seeds or (1 if options.quick else 2))
+    soak.environment()
+    with tempfile.TemporaryDirectory(prefix="vcpo-staleness-") as folder:
+        try:
+            found = staleness.compare(
+                seconds, seeds, options.config, Path(folder), [*SETTINGS, *options.settings],
+                say=lambda line: print(line, file=sys.stderr, flush=True),
+            )  # fmt: skip
+        except soak.SoakError as error:
+            print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
+            return 1
+    if options.json:
+        print(json.dumps({"benchmark": "staleness", "results": [outcome.as_dict() for outcome in found]}))
+    else:
+        print(staleness.table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

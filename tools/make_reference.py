@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+"""Writes docs/configuration.md from the configuration's own models, so that the page cannot say anything else.
+
+What a key means is its ``description`` in vcpo_megatron/config/models.py; a section's paragraph is its docstring.
+
+    python tools/make_reference.py              write the page
+    python tools/make_reference.py --check      say whether it is up to date (exit 1 when not)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from vcpo_megatron.cli_train import CHANGEABLE_ON_RESUME  # noqa: E402
+from vcpo_megatron.config.methods import METHODS, Method  # noqa: E402
+from vcpo_megatron.config.models import AlgorithmConfig, RunConfig, Section  # noqa: E402
+
+PAGE = ROOT / "docs" / "configuration.md"
+INTRODUCTION = """\
+# Configuration
+
+<!-- Written by tools/make_reference.py from vcpo_megatron/config/models.py: change it there. -->
+
+A run is one TOML file: `vcpo train RUN.toml`. A key may be overridden by `--set SECTION.KEY=VALUE`, any number of
+times; the value is TOML, or a bare string. Relative paths in the file are taken from the file's folder, those of
+`--set` from the working directory. The run directory keeps every value, defaults included, in `resolved.toml`.
+
+Values are typed: `steps = "30"` is an error, not 30. An unknown key is refused with the nearest known one. What several
+keys must satisfy together is checked before anything starts, and every problem is said at once
+(`vcpo train RUN.toml --dry-run`, `vcpo doctor --config RUN.toml`). No value is ever changed by a check.
+
+Keys that end in `_s` are seconds. "resume: yes" marks keys that `--resume --set` may change; the others decide what is
+trained, and a run keeps them. "-" as default: not set, which the meaning explains.
+"""
+HEADER = "| key | value | default | resume | meaning |\n|---|---|---|---|---|\n"
+METHOD_TABLE = """\
+### Methods
+
+What a row of `algorithm.method` sets; each of these keys overrides the row. [method.md](method.md) has the formulas.
+"""
+_OF_A_METHOD = {f"algorithm.{field.name}" for field in dataclasses.fields(Method)}
+_WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
+_BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
+
+
+def sections() -> Iterator[tuple[str, type[Section]]]:
+    """Name and model of every section, in the order of a file."""
+    for name, field in RunConfig.model_fields.items():
+        yield name, typing.cast(type[Section], field.annotation)
+
+
+def allowed(field: FieldInfo) -> str:
+    """What may be written for this key, in words."""
+    bounds = [
+        f"{words} {getattr(item, attribute):g}"
+        for item in field.metadata
+        for kind, (attribute, words) in _BOUNDS.items()
+        if isinstance(item, kind)
+    ]
+    text = " and ".join([" ".join([_type(field.annotation), *bounds[:1]]), *bounds[1:]])
+    infinite = any(getattr(item, "allow_inf_nan", False) for item in field.metadata)
+    return text + ", or inf" if infinite else text
+
+
+def _type(annotation: Any) -> str:
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return ", ".join(f"`{json.dumps(value)}`" for value in parts)
+    if origin is tuple:
+        return f"list of {_type(parts[0])}" if parts[-1] is ... else f"{len(parts)} {_type(parts[0])}s"
+    if origin is dict:
+        return f"table of {_type(parts[1])}" if parts[1] in _WORDS else "table"
+    if parts:  # a union
+        return " or ".join(_type(part) for part in parts if part is not NoneType)
+    return _WORDS[annotation]
+
+
+def default(key: str, field: FieldInfo) -> str:
+    """The default as TOML; in words where a row of a method gives it, or where there is none."""
+    if field.is_required():
+        return "**required**"
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "by method" if key in _OF_A_METHOD else "-"
+    return f"`{json.dumps(value, default=str)}`"
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for name, model in sections():
+        about = " ".join((model.__doc__ or "").split()).replace("``", "`")
+        parts.append(f"\n## [{name}]\n\n{_linked(about)}\n\n{HEADER}")
+        for key, field in model.model_fields.items():
+            dotted = f"{name}.{key}"
+            resume = "yes" if dotted in CHANGEABLE_ON_RESUME else ""
+            cells = (f"`{dotted}`", allowed(field), default(dotted, field), resume, _linked(field.description or ""))
+            parts.append("| " + " | ".join(cells) + " |\n")
+        if name == "algorithm":
+            parts.append(f"\n{METHOD_TABLE}\n{_methods()}")
+    return "".join(parts)
+
+
+def _methods() -> str:
+    keys = [field.name for field in dataclasses.fields(Method) if field.name in AlgorithmConfig.model_fields]
+    lines = [f"| method | {' | '.join(f'`{key}`' for key in keys)} | what it is |", "|---" * (len(keys) + 2) + "|"]
+    for name, row in METHODS.items():
+        values = [str(getattr(row, key)).lower() for key in keys]
+        lines.append(f"| `{name}` | {' | '.join(values)} | {row.summary} |")
+    return "\n".join(lines) + "\n"
+
+
+def _linked(text: str) -> str:
+    """Names of pages beside this one become links; a bar would end a cell."""
+    return re.sub(r"\b(\w+\.md)\b", r"[\1](\1)", text.replace("|", "\\|"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog="example: python tools/make_reference.py --check"
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is not up to date")
+    args = parser.parse_args(arguments)
+    text = page()
+    if not args.check:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    name = PAGE.relative_to(ROOT)
+    print(f"make_reference: {name} is not up to date; run: python tools/make_reference.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Rollout servers under fire while a run trains: killed, stopped, and made to refuse an update, at random moments.
+
+The run itself is never ended: it must restart what died or hangs, run its requests again elsewhere, give it all
+weights, and go on. Afterwards its account is checked as ``soak`` does it, and with it the learner's own comparison of
+log-probs: a token that was recorded under a version that did not sample it would differ there (``mismatch/max``, over
+the tokens of the version before each step).
+
+An update is refused by closing its session under the orchestrator's feet: ``/end_weight_update`` is posted to a server
+until it answers that a session was open, so that the orchestrator's next request of that update is answered 400.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+
+import psutil
+
+from ..observability.sinks import read_rows
+from ..rollout.protocol import END_WEIGHT_UPDATE
+from .soak import PATIENCE_S, Account, Attempts, SoakError, account
+
+FAULTS = ("killed", "stopped", "refused")
+#: Steps over which the pace is measured, and how much slower than undisturbed ones may be to count as recovered.
+WINDOW, SLOWER = 5, 3.0
+#: Seconds in which some update has to come by to be refused.
+_UPDATE_S = 60.0
+#: Largest |log pi - log mu| of a token of the version before the step that float32 explains.
+MISMATCH = 1e-3
+
+
+@dataclass
+class Outcome:
+    """``found``: the run's account. ``faults``: how many of each kind. ``recovery_s``: seconds from each fault to the
+    end of ``WINDOW`` steps at no less than a ``SLOWER``-th of the undisturbed pace. ``mismatch``: the largest of the
+    run. ``deaths`` and ``refusals``: what the orchestrator says that it saw."""
+
+    found: Account
+    faults: dict[str, int]
+    recovery_s: list[float]
+    mismatch: float
+    deaths: int
+    refusals: int
+
+    @property
+    def is_clean(self) -> bool:
+        seen = self.deaths >= self.faults.get("killed", 0) + self.faults.get("stopped", 0)
+        return self.found.is_clean and self.mismatch <= MISMATCH and seen
+
+    def as_json(self) -> str:
+        values = asdict(self)
+        values["found"]["faults"] = sum(self.faults.values())
+        return json.dumps({"benchmark": "chaos", **values.pop("found"), **values, "clean": self.is_clean})
+
+    def table(self) -> str:
+        struck = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults.items())) or "none"
+        found, seconds = self.found, sorted(self.recovery_s) or [0.0]
+        lines = [
+            f"{found.steps} steps; servers: {struck}; seen: {self.deaths} deaths, {self.refusals} refusals",
+            f"recovery    {median(seconds):8.1f} s median, {seconds[-1]:.1f} s at most",
+            f"generated   {found.generated:>8}", f"trained     {found.trained:>8}", f"failed      {found.failed:>8}",
+            f"dropped     {found.dropped:>8}", *(f"  {count:>8}  {reason}" for reason, count in found.reasons.items()),
+            f"lost        {found.lost:>8}", f"duplicated  {found.duplicated:>8}", f"violations  {found.violations:>8}",
+            f"mismatch    {self.mismatch:8.1e} nats at most",
+        ]  # fmt: skip
+        return "\n".join(lines)
+
+
+def chaos(
+    attempts: Attempts, rng: random.Random, *, seconds: float, at_least: int, say: Callable[[str], None]
+) -> Outcome:
+    """Strike for ``seconds``, and until ``at_least`` faults were made, each kind once at least; then stop in order."""
+    deadline, faults, recovery = time.monotonic() + seconds, Counter[str](), list[float]()
+    waiting = list(FAULTS)
+    attempts.start()
+    try:
+        attempts.wait_for_a_step()
+        calm = [_pace(attempts)]
+        while waiting or sum(faults.values()) < at_least or time.monotonic() < deadline:
+            time.sleep(rng.uniform(0.0, 3.0))
+            kind = waiting[0] if waiting else rng.choice(FAULTS)
+            if not _strike(kind, attempts, rng):
+                continue
+            struck = time.monotonic()
+            faults[kind] += 1
+            waiting = [other for other in waiting if other != kind]
+            calm.append(_recovered(attempts, SLOWER * median(calm)))
+            recovery.append(time.monotonic() - struck)
+            say(f"{kind} a server; recovered after {recovery[-1]:.1f} s, {attempts.rows()} steps")
+        assert attempts.process is not None
+        attempts.process.send_signal(signal.SIGTERM)
+        attempts.end(expected=[128 + signal.SIGTERM])
+    finally:
+        attempts.stop()
+    return _outcome(attempts, faults, recovery)
+
+
+def _pace(attempts: Attempts) -> float:
+    """Seconds of the next ``WINDOW`` steps."""
+    started = time.monotonic()
+    for _ in range(WINDOW):
+        attempts.wait_for_a_step()
+    return time.monotonic() - started
+
+
+def _recovered(attempts: Attempts, limit_s: float) -> float:
+    """Wait for a window of at most ``limit_s`` seconds; SoakError when none comes in ``PATIENCE_S``."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (pace := _pace(attempts)) > limit_s:
+        if time.monotonic() > deadline:
+            raise SoakError(
+                f"{WINDOW} steps still take {pace:.1f} s, {limit_s:.1f} s were expected {PATIENCE_S:g} s after a fault"
+            )
+    return pace
+
+
+def _strike(kind: str, attempts: Attempts, rng: random.Random) -> bool:
+    """Make one fault; False when there is nothing to strike now."""
+    servers = [server for server in attempts.members("server") if server.status() != psutil.STATUS_STOPPED]
+    if not servers:
+        return False
+    server = rng.choice(servers)
+    try:
+        if kind == "refused":
+            return _refuse(server)
+        # Of SGLang's processes the HTTP server and the scheduler are struck: the others end with them.
+        parts = [server, *(child for child in server.children() if "scheduler" in " ".join(child.cmdline()))]
+        os.kill(rng.choice(parts).pid, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
+    except (psutil.Error, ProcessLookupError):
+        return False  # it has just ended
+    return True
+
+
+def _refuse(server: psutil.Process) -> bool:
+    """End the next update of ``server`` from outside; False when none came by."""
+    words = server.cmdline()
+    url = f"http://127.0.0.1:{words[words.index('--port') + 1]}{END_WEIGHT_UPDATE}"
+    deadline = time.monotonic() + _UPDATE_S
+    while time.monotonic() < deadline:
+        request = urllib.request.Request(url, b"{}", {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=_UPDATE_S):
+                return True  # a session was open
+        except urllib.error.HTTPError:
+            continue  # 400: none is open now
+        except OSError:
+            return False  # it has just ended
+    return False
+
+
+def _outcome(attempts: Attempts, faults: Counter[str], recovery: list[float]) -> Outcome:
+    rows = read_rows(attempts.directory.metrics)
+    said = attempts.directory.log("orchestrator", 0).read_text(errors="replace")
+    mismatch = [row["mismatch/max"] for row in rows if row.get("mismatch/tokens", 0) > 0]
+    return Outcome(
+        found=account(attempts.directory), faults=dict(faults), recovery_s=[round(seconds, 2) for seconds in recovery],
+        mismatch=max(mismatch, default=0.0), deaths=said.count(" died (exit code"),
+        refusals=said.count(" refused weights "),
+    )  # fmt: skip

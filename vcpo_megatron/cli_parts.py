@@ -1,0 +1,32 @@
+"""What all commands share: exit codes, how a command is declared, how problems are said. Imports nothing of ours."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+DONE, FAILED, BAD_USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def add_command(
+    commands: Any, name: str, run: Command, *, help: str, description: str, example: str
+) -> argparse.ArgumentParser:
+    """Declare one command; ``run`` gets its arguments and returns the exit code."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help, description=description, epilog=f"example: {example}"
+    )
+    parser.set_defaults(command=run)
+    return parser
+
+
+def refuse(problems: Sequence[str], code: int = BAD_USAGE) -> int:
+    """Say each problem in one line on standard error; returns ``code``."""
+    from .config.process import ERROR_PREFIX
+
+    for problem in problems:
+        print(ERROR_PREFIX + " ".join(problem.split()), file=sys.stderr)
+    return code

@@ -1,0 +1,24 @@
+"""Single values of a Hugging Face config.json: each fault is one line, and reading goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def positive(values: Mapping[str, Any], key: str, problems: list[str]) -> int:
+    """The positive integer ``key``; 1, and a line in ``problems``, when it is none."""
+    value = values.get(key)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    problems.append(f"{key} is missing" if value is None else f"{key} = {value!r} is not a positive integer")
+    return 1  # only so that the remaining checks can run
+
+
+def positive_float(values: Mapping[str, Any], key: str, problems: list[str]) -> float:
+    """The positive number ``key``; 1.0, and a line in ``problems``, when it is none."""
+    value = values.get(key)
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
+        return float(value)
+    problems.append(f"{key} is missing" if value is None else f"{key} = {value!r} is not a positive number")
+    return 1.0

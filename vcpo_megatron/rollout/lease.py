@@ -1,0 +1,125 @@
+"""Places of a group on one server, and its requests: routed, counted, and run again when a server dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .client import ServerError, ServerUnavailable
+from .protocol import GENERATE, GenerateResult, SamplingParams
+
+if TYPE_CHECKING:
+    from .fleet import Fleet, Server
+
+#: How often a request is sent again to a server whose process lives but that does not answer it.
+_RETRIES = 2
+
+
+@dataclass(eq=False)
+class Lease:
+    """Places of one group (or one evaluation) on a server, one place a trajectory.
+
+    ``version`` is the number of the version that the server had loaded when the lease was given: what admission
+    counted with. No request of the lease goes to an older one, nor to a server outside ``among``.
+
+    A place counts as busy from the start, until its first request has been answered; then only while it has a request
+    in flight. So a server whose trajectories wait for their environments is given further groups.
+    """
+
+    fleet: Fleet
+    server: Server
+    places: int
+    among: Sequence[Server]
+    version: int = field(init=False)
+    fresh: int = field(init=False)  # places that have not asked for anything yet
+    asking: int = 0  # requests in flight
+
+    def __post_init__(self) -> None:
+        assert self.server.version is not None
+        self.version = self.server.version.number
+        self.fresh = self.places
+        self._take(self.server)
+
+    def release(self, places: int = 1) -> None:
+        """Give ``places`` back; the trajectories that held them have ended."""
+        self._give_back()
+        self.places -= places
+        self.fresh = min(self.fresh, self.places)
+        self._take(self.server)
+        self.fleet.changes.notify()
+
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, rid: str) -> GenerateResult:
+        """Answer of the lease's server; when that one dies the request is run again where the lease moves to.
+
+        ServerUnavailable after repeated failures of a server that lives, or when no server took over in time;
+        ServerError when the request was refused.
+        """
+        self._count(asking=1, fresh=-1 if self.fresh else 0)
+        try:
+            return await self._answer(input_ids, sampling, rid)
+        finally:
+            self._count(asking=-1)
+            self.fleet.changes.notify()
+
+    async def _answer(self, input_ids: Sequence[int], sampling: SamplingParams, rid: str) -> GenerateResult:
+        failures = 0
+        while True:
+            server = await self._place()
+            try:
+                result = await server.client.generate(input_ids, sampling, rid)
+            except (ServerUnavailable, ServerError) as error:
+                if isinstance(error, ServerError) and error.status < 500:
+                    raise  # the request is at fault
+                if self.fleet.unreachable(server):
+                    failures += 1
+                    if failures > _RETRIES:
+                        raise
+                    await asyncio.sleep(0.1 * failures)
+            else:
+                server.answered()
+                return result
+
+    # --- where ----------------------------------------------------------------------------------
+
+    async def _place(self) -> Server:
+        """The server of this lease, after moving to another one if it does not serve. While weights are loaded it is
+        waited for: what is sent before then could read the cache of the weights that leave."""
+        timeout_s = self.fleet.options.takeover_timeout_s
+
+        def serving() -> Server | None:
+            own = self.server.serving
+            servers = [self.server] if own else self.among
+            ready = [
+                s for s in servers
+                if s.version is not None and (own or s.version.number >= self.version) and not s.updating
+            ]  # fmt: skip
+            return min(ready, key=lambda s: s.order) if ready else None
+
+        try:
+            server = await self.fleet.changes.until(serving, timeout_s)
+        except TimeoutError:
+            reason = f"no rollout server took over from {self.server.name} within {timeout_s:g} s"
+            raise ServerUnavailable(self.server.client.base_url, GENERATE, reason) from None
+        if server is not self.server:
+            self._give_back()
+            self.server = server
+            self._take(server)
+        return server
+
+    # --- counting -------------------------------------------------------------------------------
+
+    def _count(self, *, asking: int = 0, fresh: int = 0) -> None:
+        self._give_back()
+        self.asking += asking
+        self.fresh += fresh
+        self._take(self.server)
+
+    def _take(self, server: Server) -> None:
+        server.load += self.places
+        server.busy += self.fresh + self.asking
+
+    def _give_back(self) -> None:
+        self.server.load -= self.places
+        self.server.busy -= self.fresh + self.asking
