@@ -27,11 +27,12 @@ CHANGEABLE_ON_RESUME = frozenset(
     "train.steps train.eval_every train.max_pack_tokens rollout.servers rollout.port rollout.max_running_requests "
     "rollout.python rollout.addresses rollout.tensor_parallel rollout.args rollout.health_interval_s "
     "rollout.health_timeout_s rollout.pause_mode rollout.max_restarts rollout.request_timeout_s "
-    "rollout.start_timeout_s rollout.sync_timeout_s rollout.on_failure rollout.max_prompt_failures "
+    "rollout.start_timeout_s rollout.sync_timeout_s rollout.sync rollout.sync_wave rollout.verify_sync "
+    "rollout.bucket_bytes rollout.on_failure rollout.max_prompt_failures "
     "rollout.max_failure_ratio staleness.wait_s staleness.adaptive staleness.adaptive_ess checkpoint.every "
     "checkpoint.keep_last checkpoint.keep_best checkpoint.keep_rollouts checkpoint.resume_partial "
-    "checkpoint.export_hf_every parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.context parallel.expert parallel.expert_tensor "
-    "parallel.expert_dispatcher parallel.sequence_parallel launch.learner_ranks launch.master_port "
+    "checkpoint.export_hf_every parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.context "
+    "parallel.expert parallel.expert_tensor parallel.expert_dispatcher parallel.sequence_parallel launch.learner_ranks launch.master_port "
     "launch.control_port launch.timeout_s observability.tensorboard observability.watchdog_s".split()
 )
 

@@ -264,7 +264,7 @@ def test_a_server_that_hangs_in_a_bucket_ends_the_run_naming_the_step() -> None:
         sync.offer(planned(0))
         await asyncio.sleep(10)
 
-    match = r"rollout server 0 did not take weights 1\.0 within 0\.5 s \(rollout\.sync_timeout_s\) in step: bucket 2 of 3"
+    match = r"server 0 did not take weights 1\.0 within 0\.5 s \(rollout\.sync_timeout_s\) in step: bucket 2 of 3"
     with pytest.raises(SyncError, match=match):
         with_groups(work, servers=1, timeout_s=0.5)
 
@@ -370,7 +370,7 @@ def test_a_server_that_holds_other_bytes_is_given_them_once_more_and_then_ends_t
         sync.offer(planned(1))
         await asyncio.sleep(10)
 
-    match = r"rollout server 1 .*twice: .*1 of 2 parameters differ from what the learner sent, first b \(checksum 9, exp"
+    match = r"server 1 .*twice: .*1 of 2 parameters differ from what the learner sent, first b \(checksum 9, expected 2"
     with pytest.raises(SyncError, match=match):
         with_groups(work, verify=True)
 

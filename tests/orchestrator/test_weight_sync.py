@@ -66,7 +66,8 @@ def with_sync(
         clients = [client(i) for i in range(servers)]
         fleet = fake_fleet(cfg, Changes(), clients, Path("/nowhere"))
         sync = WeightSync(
-            fleet, Updater(lambda weights: TensorCourier(), "retract"), wave=wave, timeout_s=timeout_s, evaluators=fleet.servers[:evaluators],
+            fleet, Updater(lambda weights: TensorCourier(), "retract"), wave=wave, timeout_s=timeout_s,
+            evaluators=fleet.servers[:evaluators],
             is_pinned=lambda number: number in pinned,
         )  # fmt: skip
         fleet.launch()

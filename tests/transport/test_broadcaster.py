@@ -52,7 +52,7 @@ def test_two_receivers_get_every_bucket_and_a_kill_ends_the_wait_for_the_next(br
     threads = [threading.Thread(target=receive, args=(rank,), daemon=True) for rank in got]
     for thread in threads:
         thread.start()
-    sent = [torch.arange(size, dtype=torch.int64).mul(7).remainder(251).to(torch.uint8) for size in (SLOT, 100, SLOT, 7)]
+    sent = [torch.arange(size).mul(7).remainder(251).to(torch.uint8) for size in (SLOT, 100, SLOT, 7)]
     for number, flat in enumerate(sent):
         broadcaster.slot(number, nothing)[: len(flat)].copy_(flat)
         broadcaster.broadcast("g", number, len(flat))

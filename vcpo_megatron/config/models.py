@@ -184,7 +184,9 @@ class RolloutConfig(Section):
         "they are aborted and sent again with the tokens they have",
     )
     sync: Literal["auto", "tensor", "distributed", "disk"] = Field(
-        "auto", description="how weights reach the servers; auto: distributed where the learner has GPUs, else tensor"
+        "auto",
+        description="how weights reach the servers: over HTTP, by one broadcast, or by a disk that they share; auto: "
+        "distributed where the learner has GPUs or a server has several, else tensor",
     )
     sync_wave: int = Field(1, ge=1, description="servers that are updated, hence paused, at a time")
     verify_sync: bool = Field(False, description="compare checksums of what a server holds after every update")

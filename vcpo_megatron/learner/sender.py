@@ -79,7 +79,8 @@ class WeightSender:
     ) -> None:  # fmt: skip
         rollout = config.rollout
         self._config, self._parallel, self._trainable, self._control = config, parallel, trainable, control
-        self._way = rollout.sync if rollout.sync != "auto" else "distributed" if platform.has_gpu() else "tensor"
+        broadcasts = platform.has_gpu() or rollout.tensor_parallel > 1
+        self._way = rollout.sync if rollout.sync != "auto" else "distributed" if broadcasts else "tensor"
         self._gatherer = gatherer
         self._snapshots = Snapshots(self._gatherer.shards, _HELD[self._way])
         patience = datetime.timedelta(seconds=config.launch.timeout_s + rollout.sync_timeout_s)

@@ -40,8 +40,8 @@ class Snapshots:
                 if time.monotonic() > deadline:
                     held = ", ".join(map(str, self._held))
                     raise SnapshotError(
-                        f"the weights of versions {held} are still to be sent after {timeout_s:g} s (launch.timeout_s): "
-                        f"the orchestrator did not take them over"
+                        f"the weights of versions {held} are still to be sent after {timeout_s:g} s "
+                        "(launch.timeout_s): the orchestrator did not take them over"
                     )
                 self._changed.wait(0.2)
             copies = self._free.pop() if self._free else {}
