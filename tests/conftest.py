@@ -21,14 +21,14 @@ hypothesis.settings.register_profile("vcpo", deadline=None)
 hypothesis.settings.load_profile("vcpo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-#: Changed by pytest itself while a test runs.
-_OF_PYTEST = {"PYTEST_CURRENT_TEST"}
+#: Changed by pytest itself while a test runs; by torch when it first compiles; and the alarm of pytest-timeout.
+_OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 _LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-_SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+_SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGALRM})
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _OF_PYTEST}
+    return {name: value for name, value in os.environ.items() if name not in _OF_OTHERS}
 
 
 def _process_state() -> dict[str, Any]:

@@ -24,6 +24,8 @@ def test_innocent(tmp_path, monkeypatch):
     monkeypatch.setenv("KEPT", "3")
     assert "NEW" not in os.environ
 
+def test_wrong(): raise ValueError
+
 @pytest.fixture
 def careless():
     yield
@@ -40,17 +42,17 @@ def test_everything_was_put_back():
 def test_a_test_that_changes_the_process_fails_and_the_others_do_not(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(Path(__file__).with_name("conftest.py").read_text())
     (tmp_path / "test_culprits.py").write_text(CULPRITS)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-rEp"]
+    options = ["-q", "-rE", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-o", "timeout=50"]
     done = subprocess.run(
-        [*command, "test_culprits.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
-        umask=0o022, env={"KEPT": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        [sys.executable, "-m", "pytest", *options, "test_culprits.py"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=60, check=False, umask=0o022, env={"KEPT": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
     )  # fmt: skip
     blamed = {line.split("::")[1].split()[0] for line in done.stdout.splitlines() if line.startswith("ERROR ")}
     assert blamed == {
         "test_directory", "test_limit", "test_handler", "test_mask", "test_umask", "test_new_variable",
         "test_lost_variable", "test_other_value", "test_fixture",
     }, done.stdout  # fmt: skip
-    assert "11 passed, 9 errors" in done.stdout
+    assert "1 failed, 11 passed, 9 errors" in done.stdout
     for said in (
         "limit RLIMIT_FSIZE: ",
         "os.environ['NEW']: 'absent' before, '1' after",

@@ -5,7 +5,7 @@
 #   tools/make_rollout_env.sh --cpu FOLDER    without a GPU: the real server on torch's CPU kernels, for tests
 #
 # Then: rollout.engine = "sglang", rollout.python = "FOLDER/bin/python". PYTHON names the Python to use (3.11 or newer).
-# Measured for --cpu: 1.7 GB, about 4 minutes on 2 cores with a nearby package index.
+# Measured for --cpu: 1.7 GB; about 4 minutes on 2 idle cores with a nearby package index, 99 s of processor time.
 set -euo pipefail
 
 version=0.5.23

@@ -23,18 +23,20 @@ if TYPE_CHECKING:
     from .launch.placement import Plan
 
 #: Keys that a resumed run may change: they touch neither the policy nor what it is trained on.
-CHANGEABLE_ON_RESUME = frozenset(
-    "train.steps train.eval_every train.max_pack_tokens rollout.servers rollout.port rollout.max_running_requests "
-    "rollout.python rollout.addresses rollout.tensor_parallel rollout.args rollout.health_interval_s "
-    "rollout.health_timeout_s rollout.pause_mode rollout.max_restarts rollout.request_timeout_s "
-    "rollout.start_timeout_s rollout.sync_timeout_s rollout.sync rollout.sync_wave rollout.verify_sync "
-    "rollout.bucket_bytes rollout.on_failure rollout.max_prompt_failures "
-    "rollout.max_failure_ratio staleness.wait_s staleness.adaptive staleness.adaptive_ess checkpoint.every "
-    "checkpoint.keep_last checkpoint.keep_best checkpoint.keep_rollouts checkpoint.resume_partial "
-    "checkpoint.export_hf_every parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.context "
-    "parallel.expert parallel.expert_tensor parallel.expert_dispatcher parallel.sequence_parallel launch.learner_ranks launch.master_port "
-    "launch.control_port launch.timeout_s observability.tensorboard observability.watchdog_s".split()
-)
+_CHANGEABLE = {
+    "train": "eval_every max_pack_tokens steps",
+    "rollout": (
+        "addresses args bucket_bytes health_interval_s health_timeout_s max_failure_ratio max_prompt_failures "
+        "max_restarts max_running_requests on_failure pause_mode port python request_timeout_s servers start_timeout_s "
+        "sync sync_timeout_s sync_wave tensor_parallel verify_sync"
+    ),
+    "staleness": "adaptive adaptive_ess wait_s",
+    "checkpoint": "every export_hf_every keep_best keep_last keep_rollouts resume_partial",
+    "parallel": "context expert expert_dispatcher expert_tensor pipeline sequence_parallel tensor virtual_pipeline",
+    "launch": "control_port grace_s learner_ranks master_port timeout_s",
+    "observability": "tensorboard watchdog_s",
+}
+CHANGEABLE_ON_RESUME = frozenset(f"{section}.{key}" for section, keys in _CHANGEABLE.items() for key in keys.split())
 
 
 def add_train(commands: Any) -> None:

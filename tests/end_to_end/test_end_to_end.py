@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -34,8 +35,8 @@ def test_a_short_run_keeps_the_bound_and_accounts_for_every_trajectory(short_run
     assert abs(rows[0]["kl/behavior"]) < 1e-5  # on-policy: learner and server agree on every token
     assert rows[-1]["rollouts/trained"] == 24 * 64 and rows[-1]["rollouts/queued"] == 0
     assert max(row["staleness/max"] for row in rows) >= 1
-    # the start is 0.28 with a standard error of 0.028
-    assert rows[0]["eval/accuracy"] < 0.40 and rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"]
+    # the start is 0.277 with a standard error of 0.017
+    assert rows[0]["eval/accuracy"] < 0.36 and rows[-1]["eval/accuracy"] > rows[0]["eval/accuracy"]
     assert any((short_run / "tensorboard").iterdir())
 
 
@@ -81,45 +82,76 @@ def test_exact_lag_repeats_bit_for_bit_and_over_a_resume(tmp_path: Path) -> None
     assert strip == [{k: v for k, v in row.items() if k not in counted} for row in one]
 
 
-@pytest.mark.parametrize("victim", ["learner 0", "learner 1", "orchestrator 0", "server 0", "supervisor"])
-def test_kill_9_leaves_no_orphan_and_the_run_resumes(victim: str, tmp_path: Path) -> None:
-    settings = ("train.steps=30", "checkpoint.every=5", "train.eval_every=0")
-    with Run(tmp_path / "run", *settings) as run:
-        run.wait_for(run.has_checkpoint, 120, "first checkpoint")
-        members = run.members()
-        assert set(members) == {"learner 0", "learner 1", "orchestrator 0", "server 0"}
-        killed = time.monotonic()
-        run.process.kill() if victim == "supervisor" else members[victim].kill()
-        code = run.wait(10)
-        while run.left_over() and time.monotonic() < killed + 10:
-            time.sleep(0.1)
-        assert run.left_over() == []
-        if victim != "supervisor":
-            role, rank = victim.split()
-            last = [line for line in run.text().splitlines() if line.startswith("vcpo: error:")]
-            assert code == 1 and len(last) == 1, run.text()
-            named = {"learner": f"learner rank {rank}", "server": f"rollout server {rank}"}.get(role, role)
-            assert named in last[0]
-            assert "SIGKILL" in last[0] or "-9" in last[0]
-            assert f"{role}.{rank}.log" in last[0]
+VICTIMS = ("learner 0", "learner 1", "orchestrator 0", "server 0", "supervisor")
+
+
+@pytest.mark.timeout(900)
+def test_kill_9_of_each_process_leaves_no_orphan_and_the_run_resumes(tmp_path: Path) -> None:
+    """One run, five deaths: every attempt writes a checkpoint of its own before one of its processes is killed."""
+    settings = ("train.steps=40", "checkpoint.every=5", "train.eval_every=0")
+    for number, victim in enumerate(VICTIMS):
+        before = newest_checkpoint(tmp_path / "run")
+        with Run(tmp_path / "run", *(() if number else settings), resume=number > 0) as run:
+            run.wait_for(lambda least=before: newest_checkpoint(run.run_dir) > least, 150, f"checkpoint for {victim}")
+            kill_9(run, victim)
     with Run(tmp_path / "run", resume=True) as run:
         assert run.wait(150) == 0, run.text()
     rows = read_rows(tmp_path / "run")
-    assert [row["step"] for row in rows] == list(range(30))
-    assert rows[-1]["rollouts/trained"] == 30 * 64
+    assert [row["step"] for row in rows] == list(range(40))
+    assert rows[-1]["rollouts/trained"] == 40 * 64
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_checkpoints_and_a_resume_goes_on(number: signal.Signals, tmp_path: Path) -> None:
-    with Run(tmp_path / "run", "train.steps=16", "checkpoint.every=0", "train.eval_every=0") as run:
-        run.wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(run.rows()) >= 2, 120, "two steps")
-        run.signal(number)
-        assert run.wait(30) == 128 + number
-        assert run.left_over() == []
-        assert run.has_checkpoint()
-    with Run(tmp_path / "run", resume=True) as run:
-        assert run.wait(120) == 0, run.text()
-    assert [row["step"] for row in read_rows(tmp_path / "run")] == list(range(16))
+def newest_checkpoint(run_dir: Path) -> int:
+    """Step of the newest complete one; 0 when there is none."""
+    found = (run_dir / "checkpoints").glob("step_*/manifest.json")
+    return max((int(path.parent.name.removeprefix("step_")) for path in found), default=0)
+
+
+def kill_9(run: Run, victim: str) -> None:
+    """Nothing of the run is left within 10 s, and its last line names who died, how, and the log."""
+    members = run.members()
+    assert set(members) == {"learner 0", "learner 1", "orchestrator 0", "server 0"}, victim
+    said, killed = len(run.text()), time.monotonic()
+    run.process.kill() if victim == "supervisor" else members[victim].kill()
+    code = run.wait(10)
+    while run.left_over() and time.monotonic() < killed + 10:
+        time.sleep(0.1)
+    assert run.left_over() == [], victim
+    if victim == "supervisor":
+        return
+    role, rank = victim.split()
+    last = [line for line in run.text()[said:].splitlines() if line.startswith("vcpo: error:")]
+    assert code == 1 and len(last) == 1, run.text()
+    named = {"learner": f"learner rank {rank}", "server": f"rollout server {rank}"}.get(role, role)
+    assert named in last[0]
+    assert "SIGKILL" in last[0] or "-9" in last[0]
+    assert f"{role}.{rank}.log" in last[0]
+
+
+@pytest.mark.timeout(600)
+def test_signals_checkpoint_and_a_resume_goes_on_in_another_layout(tmp_path: Path) -> None:
+    """Ctrl-C, SIGTERM, then SIGUSR1 to every process, as a batch system sends it; then one rank instead of two."""
+    settings = ("train.steps=40", "checkpoint.every=0", "train.eval_every=0", "staleness.max_staleness=1")
+    metrics, number = tmp_path / "run/metrics.jsonl", 0
+    for sent, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)):
+        with Run(tmp_path / "run", *(() if number else settings), resume=number > 0) as run:
+            run.wait_for(lambda least=number + 2: metrics.exists() and len(run.rows()) >= least, 150, "two more steps")
+            if sent == signal.SIGUSR1:
+                for process in run.members().values():
+                    process.send_signal(sent)
+            run.signal(sent)
+            assert run.wait(60) == code
+            assert run.left_over() == []
+            assert f"stopped by {sent.name}" in run.text()
+            number = len(run.rows())
+            assert newest_checkpoint(run.run_dir) == number  # of the step that was being taken
+    assert number < 40, "too fast a machine for this test: raise train.steps"
+    with Run(tmp_path / "run", "launch.learner_ranks=1", "parallel.tensor=1", resume=True) as run:
+        assert run.wait(150) == 0, run.text()
+        assert f"resuming from step_{number}" in run.text()
+    rows = read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(40))
+    assert rows[-1]["rollouts/trained"] == 40 * 64
 
 
 def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
@@ -132,36 +164,19 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
         assert run.left_over() == []
 
 
-def test_a_time_warning_checkpoints_and_a_resume_goes_on_in_another_layout(tmp_path: Path) -> None:
-    """SIGUSR1 to every process, as a batch system sends it; then one rank instead of two tensor-parallel ones."""
-    with Run(tmp_path / "run", "train.steps=16", "checkpoint.every=0", "train.eval_every=0") as run:
-        run.wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(run.rows()) >= 2, 120, "two steps")
-        for process in run.members().values():
-            process.send_signal(signal.SIGUSR1)
-        run.signal(signal.SIGUSR1)
-        assert run.wait(60) == 138
-        assert run.left_over() == []
-        assert "stopped by SIGUSR1" in run.text() and "newest complete checkpoint: step_" in run.text()
-    with Run(tmp_path / "run", "launch.learner_ranks=1", "parallel.tensor=1", resume=True) as run:
-        assert run.wait(150) == 0, run.text()
-    rows = read_rows(tmp_path / "run")
-    assert [row["step"] for row in rows] == list(range(16))
-    assert rows[-1]["rollouts/trained"] == 16 * 64
-
-
-def test_a_run_of_two_ranks_goes_on_with_one_and_ends_with_a_line_when_it_is_done(tmp_path: Path) -> None:
-    settings = ("train.steps=4", "checkpoint.every=2", "train.eval_every=0")
-    with Run(tmp_path / "run", *settings) as run:  # as shipped: tensor parallelism over two ranks
-        assert run.wait(200) == 0, run.text()
-    layout = ("train.steps=6", "parallel.tensor=1", "launch.learner_ranks=1")
+def test_a_finished_run_of_two_ranks_goes_on_with_one_and_ends_with_a_line_when_it_is_done(
+    short_run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(short_run, tmp_path / "run")
+    layout = ("train.steps=26", "train.eval_every=0", "parallel.tensor=1", "launch.learner_ranks=1")
     with Run(tmp_path / "run", *layout, resume=True) as run:
         assert run.wait(200) == 0, run.text()
-        assert "resuming from step_4" in run.text()
+        assert "resuming from step_24" in run.text()
     rows = read_rows(tmp_path / "run")
-    assert [row["step"] for row in rows] == list(range(6))
-    assert all(abs(row["kl/behavior"]) < 0.1 for row in rows[4:])  # servers and learner hold the same policy
+    assert [row["step"] for row in rows] == list(range(26))
+    assert all(abs(row["kl/behavior"]) < 0.1 for row in rows[24:])  # servers and learner hold the same policy
     with Run(tmp_path / "run", "train.steps=3", resume=True) as run:
-        assert run.wait(60) == 2 and "6 steps are done already" in run.text()
+        assert run.wait(60) == 2 and "26 steps are done already" in run.text()
     with Run(tmp_path / "run", resume=True) as run:
         assert run.wait(60) == 0 and "already finished" in run.text()
     assert read_rows(tmp_path / "run") == rows

@@ -97,6 +97,12 @@ class Policy:
                 s.advantage = 0.0 if rewards.max() == rewards.min() else float((s.reward - b) / rewards.std())
         return norms
 
+    def ess(self) -> float:
+        """Of raw trajectory weights, over their number."""
+        ratios = torch.stack([(s.logp - s.mu).sum().detach() for s in self.samples])
+        weights = (ratios - ratios.max()).exp()
+        return float(weights.sum() ** 2 / weights.square().sum()) / len(weights)
+
     def loss(self, objective: Callable[[Sample], Tensor], *, whole_batch: bool = False) -> Tensor:
         """- sum_i c_i sum_t J_t over trajectories of groups with variance, or of all."""
         speaking = [g for g in self.groups() if whole_batch or len({s.reward for s in g}) > 1]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from vcpo_megatron.benchmarks.step import peak_bytes
 from vcpo_megatron.learner import logprobs
 from vcpo_megatron.learner.logprobs import token_logprobs
 
@@ -73,3 +74,21 @@ def test_two_ranks_equal_one(size: int) -> None:
     torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
     torch.testing.assert_close(entropy.double(), want_entropy, rtol=0, atol=2e-6)
     torch.testing.assert_close(gradient.double(), want_gradient, rtol=0, atol=1e-5)
+
+
+def test_no_copy_of_the_logits_in_fp32(lone_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alive at the peak of forward and backward: the gradient in bfloat16, and chunks."""
+    tokens, vocabulary, rows = 400, 1000, 4
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", rows * vocabulary)
+    logits = torch.randn(tokens, vocabulary).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,))
+
+    def both(_: str) -> float:
+        found, entropy = token_logprobs(logits, labels, 1.0, vocabulary, lone_group)
+        (found.sum() + entropy.sum()).backward()
+        return 0.0
+
+    both("once")
+    gradient, chunk = 2 * tokens * vocabulary, 4 * rows * vocabulary
+    allowed = gradient + 12 * chunk
+    assert gradient < peak_bytes("again", both) < allowed < 4 * tokens * vocabulary

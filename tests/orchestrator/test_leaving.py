@@ -67,8 +67,8 @@ def test_a_step_that_is_too_long_is_left_and_taken_again_to_the_same_bits(
 
 
 def test_it_is_left_at_once_when_the_last_step_took_longer_than_is_left(tmp_path: Path) -> None:
-    run, seconds = stopped_in_a_step(tmp_path / "run", "bounded", grace_s=20.0, long_steps={AT - 1, AT}, long_s=11.0)
-    assert run.learner.left == [AT] and seconds < 3.0  # half of the grace is 10 s
+    run, seconds = stopped_in_a_step(tmp_path / "run", "bounded", grace_s=10.0, long_steps={AT - 1, AT}, long_s=6.0)
+    assert run.learner.left == [AT] and seconds < 4.0  # half of the grace is 5 s
 
 
 @pytest.mark.parametrize("changes", [{"long_s": 0.5}, {"may_leave": False, "long_s": 1.5}])

@@ -24,6 +24,7 @@ import pytest
 from vcpo_megatron.orchestrator.batcher import Batcher
 from vcpo_megatron.orchestrator.staleness import StalenessBound
 from vcpo_megatron.orchestrator.store import Counts, RolloutStore, StoreError
+from vcpo_megatron.orchestrator.store_schema import _copy_consistently
 from vcpo_megatron.types import PolicyVersion, Trajectory, TrajectoryResult, Turn, VersionSpan
 
 V0 = PolicyVersion(1, 0)
@@ -579,6 +580,32 @@ def test_a_copy_of_a_store_that_is_being_written_is_of_one_moment(path: Path) ->
         assert int(steps) <= int(groups)
     found = [int(groups) for _, groups, _, _ in lines]
     assert found == sorted(found) and found[-1] > found[0]
+
+
+def test_a_copy_is_made_again_when_the_log_was_begun_anew_meanwhile(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old file with the new log would lack what was in the old log."""
+    copied, copies = tmp_path / "copy.sqlite", 0
+    with RolloutStore(path) as store:
+        whole = shutil.copyfile
+        sample_group(store, 0)
+
+        def interrupted(source: Path, target: Path) -> None:
+            nonlocal copies
+            whole(source, target)
+            copies += 1
+            if copies == 1:  # the file is copied, the log is not
+                sample_group(store, 1)
+                store._connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
+                sample_group(store, 2)
+
+        monkeypatch.setattr("vcpo_megatron.orchestrator.store_schema.shutil.copyfile", interrupted)
+        _copy_consistently(path, copied)
+        monkeypatch.undo()
+    assert copies == 4
+    with RolloutStore(copied) as read:
+        assert [group.group_id for group in read.complete_groups()] == [0, 1, 2]
 
 
 def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from vcpo_megatron.rollout import client as client_module
 from vcpo_megatron.rollout.client import ServerClient, ServerError, ServerUnavailable, UnsupportedServer
 from vcpo_megatron.rollout.protocol import ProtocolError, SamplingParams
 
@@ -188,6 +189,26 @@ def test_a_pause_flushes_the_cache_as_soon_as_it_can() -> None:
 
     against(handle, lambda client: client.pause("abort"))
     assert seen == ["/pause_generation", "/flush_cache", "/flush_cache", "/flush_cache"]
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang closes connections that were idle for 5 s; a request that crosses the close is lost."""
+    assert client_module.IDLE_CONNECTION_S < 5
+    monkeypatch.setattr(client_module, "IDLE_CONNECTION_S", 0.2)
+    ports: list[int] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        ports.append(request.transport.get_extra_info("peername")[1])
+        return web.json_response({})
+
+    async def scenario(client: ServerClient) -> None:
+        for pause_s in (0.0, 0.0, 0.6):
+            await asyncio.sleep(pause_s)
+            await client.resume()
+
+    against(handle, scenario)
+    assert ports[0] == ports[1] != ports[2]
 
 
 # --- versions of servers ------------------------------------------------------------------------

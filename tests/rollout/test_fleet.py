@@ -179,6 +179,22 @@ def test_requests_wait_while_weights_are_loaded() -> None:
     with_fleet(work, servers=1)
 
 
+def test_a_lease_that_must_move_to_a_server_that_is_updated_waits_without_blocking_others() -> None:
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        lease = fleet.lease(1)
+        assert lease is not None and lease.server.index == 0
+        fleet.missed(fleet.servers[0])
+        fleet.servers[1].updating = True
+        request = asyncio.ensure_future(lease.generate((1,), SamplingParams(4), "r"))
+        await asyncio.sleep(0.1)
+        assert not request.done() and lease.server.index == 0
+        fleet.servers[1].updating = False
+        load(fleet, clients, 1, 1)
+        assert {span.version for span in (await request).spans} == {"1.1"} and lease.server.index == 1
+
+    with_fleet(work)
+
+
 def test_trajectories_that_wait_for_their_environment_leave_room() -> None:
     """Capacity 4: a group whose members are between two requests is not busy; at most 8 places are given."""
 
@@ -330,6 +346,22 @@ def test_a_joined_server_that_is_lost_is_left_alone_until_it_answers(capsys: pyt
 
     watched(work, joined=True)
     assert "rollout server 0 cannot be reached, it runs at http://fake" in capsys.readouterr().out
+
+
+def test_a_joined_server_that_never_answers_ends_the_run_before_it_begins() -> None:
+    server = Server(0, ServerClient("http://127.0.0.1:9", 10, 1.0), Path("/nowhere"), joined=True)
+    there = Server(1, FakeClient(1), Path("/nowhere"), joined=True)  # type: ignore[arg-type]
+    there.client.process = FakeProcess()  # type: ignore[attr-defined]
+
+    async def main() -> None:
+        options = FleetOptions(4, 0, 0.3, 1.0)
+        fleet = Fleet([server, there], options, launch=lambda index: FakeProcess(), stop=lambda process: 0,
+                      changes=Changes())  # fmt: skip
+        fleet.launch()
+        await run_beside(fleet.answering(), fleet.supervise())
+
+    with pytest.raises(FleetError, match="rollout server 0 did not answer within 0.3 s; it runs at http://127.0.0.1:9"):
+        asyncio.run(asyncio.wait_for(main(), 8))
 
 
 def test_the_last_joined_server_that_stays_away_ends_the_run() -> None:

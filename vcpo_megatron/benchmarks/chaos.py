@@ -25,8 +25,10 @@ from statistics import median
 
 import psutil
 
+from ..config.load import load_resolved
 from ..observability.sinks import read_rows
-from ..rollout.protocol import END_WEIGHT_UPDATE
+from ..rollout.protocol import END_WEIGHT_UPDATE, MODEL_INFO
+from ..types import PolicyVersion
 from .soak import PATIENCE_S, Account, Attempts, SoakError, account
 
 FAULTS = ("killed", "stopped", "refused")
@@ -34,15 +36,21 @@ FAULTS = ("killed", "stopped", "refused")
 WINDOW, SLOWER = 5, 3.0
 #: Seconds in which some update has to come by to be refused.
 _UPDATE_S = 60.0
+#: Deadline of a server's answer about itself.
+_ANSWER_S = 10.0
+#: What the orchestrator says of a server that died, and of one that refused an update.
+_DIED, _REFUSED = " died (exit code", " refused weights "
 #: Largest |log pi - log mu| of a token of the version before the step that float32 explains.
 MISMATCH = 1e-3
 
 
 @dataclass
 class Outcome:
-    """``found``: the run's account. ``faults``: how many of each kind. ``recovery_s``: seconds from each fault to the
-    end of ``WINDOW`` steps at no less than a ``SLOWER``-th of the undisturbed pace. ``mismatch``: the largest of the
-    run. ``deaths`` and ``refusals``: what the orchestrator says that it saw."""
+    """``found``: the run's account. ``faults``: how many of each kind. ``recovery_s``: seconds from each fault until
+    all servers hold weights of the run again and ``WINDOW`` steps went at no less than a ``SLOWER``-th of the
+    undisturbed pace. ``mismatch``: the largest of the run. ``deaths`` and ``refusals``: what the orchestrator says that
+    it saw.
+    """
 
     found: Account
     faults: dict[str, int]
@@ -58,7 +66,6 @@ class Outcome:
 
     def as_json(self) -> str:
         values = asdict(self)
-        values["found"]["faults"] = sum(self.faults.values())
         return json.dumps({"benchmark": "chaos", **values.pop("found"), **values, "clean": self.is_clean})
 
     def table(self) -> str:
@@ -93,7 +100,8 @@ def chaos(
             struck = time.monotonic()
             faults[kind] += 1
             waiting = [other for other in waiting if other != kind]
-            calm.append(_recovered(attempts, SLOWER * median(calm)))
+            deaths = sum(faults[other] for other in ("killed", "stopped"))
+            calm.append(_recovered(attempts, SLOWER * median(calm), deaths))
             recovery.append(time.monotonic() - struck)
             say(f"{kind} a server; recovered after {recovery[-1]:.1f} s, {attempts.rows()} steps")
         assert attempts.process is not None
@@ -112,15 +120,41 @@ def _pace(attempts: Attempts) -> float:
     return time.monotonic() - started
 
 
-def _recovered(attempts: Attempts, limit_s: float) -> float:
-    """Wait for a window of at most ``limit_s`` seconds; SoakError when none comes in ``PATIENCE_S``."""
+def _recovered(attempts: Attempts, limit_s: float, deaths: int) -> float:
+    """Wait until ``deaths`` were noticed in all, every server holds weights of the run, and a window takes at most
+    ``limit_s`` seconds, which is returned; SoakError when that does not come in ``PATIENCE_S``."""
     deadline = time.monotonic() + PATIENCE_S
-    while (pace := _pace(attempts)) > limit_s:
+    while True:
+        pace, noticed = _pace(attempts), _said(attempts).count(_DIED)
+        if noticed >= deaths and _all_hold_weights(attempts) and pace <= limit_s:
+            return pace
         if time.monotonic() > deadline:
             raise SoakError(
-                f"{WINDOW} steps still take {pace:.1f} s, {limit_s:.1f} s were expected {PATIENCE_S:g} s after a fault"
+                f"not recovered {PATIENCE_S:g} s after a fault: {noticed} of {deaths} deaths were noticed, {WINDOW} "
+                f"steps take {pace:.1f} s where {limit_s:.1f} s were expected"
             )
-    return pace
+
+
+def _all_hold_weights(attempts: Attempts) -> bool:
+    """Whether every server answers, and names weights that the run gave it."""
+    servers = attempts.members("server")
+    try:
+        for server in servers:
+            with urllib.request.urlopen(_url(server) + MODEL_INFO, timeout=_ANSWER_S) as answer:
+                PolicyVersion.parse(str(json.loads(answer.read())["weight_version"]))
+    except (OSError, psutil.Error, ValueError):  # not yet: it starts, or it ended just now
+        return False
+    return len(servers) == load_resolved(attempts.directory.resolved).rollout.servers
+
+
+def _url(server: psutil.Process) -> str:
+    words = server.cmdline()
+    return f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+
+
+def _said(attempts: Attempts) -> str:
+    """The orchestrator's log."""
+    return attempts.directory.log("orchestrator", 0).read_text(errors="replace")
 
 
 def _strike(kind: str, attempts: Attempts, rng: random.Random) -> bool:
@@ -142,8 +176,7 @@ def _strike(kind: str, attempts: Attempts, rng: random.Random) -> bool:
 
 def _refuse(server: psutil.Process) -> bool:
     """End the next update of ``server`` from outside; False when none came by."""
-    words = server.cmdline()
-    url = f"http://127.0.0.1:{words[words.index('--port') + 1]}{END_WEIGHT_UPDATE}"
+    url = _url(server) + END_WEIGHT_UPDATE
     deadline = time.monotonic() + _UPDATE_S
     while time.monotonic() < deadline:
         request = urllib.request.Request(url, b"{}", {"Content-Type": "application/json"})
@@ -159,10 +192,10 @@ def _refuse(server: psutil.Process) -> bool:
 
 def _outcome(attempts: Attempts, faults: Counter[str], recovery: list[float]) -> Outcome:
     rows = read_rows(attempts.directory.metrics)
-    said = attempts.directory.log("orchestrator", 0).read_text(errors="replace")
+    said = _said(attempts)
     mismatch = [row["mismatch/max"] for row in rows if row.get("mismatch/tokens", 0) > 0]
     return Outcome(
         found=account(attempts.directory), faults=dict(faults), recovery_s=[round(seconds, 2) for seconds in recovery],
-        mismatch=max(mismatch, default=0.0), deaths=said.count(" died (exit code"),
-        refusals=said.count(" refused weights "),
+        mismatch=max(mismatch, default=0.0), deaths=said.count(_DIED),
+        refusals=said.count(_REFUSED),
     )  # fmt: skip

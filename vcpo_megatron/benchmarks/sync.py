@@ -31,7 +31,7 @@ from ..rollout.client import ServerClient
 from ..rollout.fleet import Server
 from ..rollout.protocol import SamplingParams
 from ..transport.broadcaster import Broadcaster
-from ..transport.control import Message, ReleaseWeights, SyncDone, WeightsReady
+from ..transport.control import Message, SyncDone, WeightsReady
 from ..transport.groups import WeightGroup, find_store
 from ..types import PolicyVersion
 from .rollout import engine_server
@@ -181,8 +181,8 @@ class Orchestrator:
     async def _tell(self, message: Message) -> None:
         self._learner.control.post_to_sender(message)
 
-    async def update(self) -> float:
-        """Seconds from an offer to the servers' next token, the serialization or the writing of it included."""
+    async def update(self) -> None:
+        """The published version, from what the learner makes of it to the servers' next token."""
         ready = self._next(WeightsReady)
         await self._tell(SyncDone(ready.version))
         wave = Wave(self.servers, ready)
@@ -194,7 +194,6 @@ class Orchestrator:
         if self._last is not None:
             await self._couriers(self._last).release(self._last)
         self._last = ready
-        return 0.0
 
     def _next(self, kind: type) -> Any:
         message = self._learner.control.said.get(timeout=PATIENCE_S)
@@ -283,7 +282,7 @@ class Peak:
 
 def _resident() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(("RssAnon:", "RssShmem:")) and line.startswith("RssAnon:"):
+        if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     return 0
 

@@ -29,7 +29,7 @@ LOOK_S = 0.2
 Forward = Callable[[Pack, torch.nn.Module], ForwardStep]
 
 
-class StepLeft(Exception):
+class ReplicaLeft(Exception):
     """This rank's replica has left the step: raised at one point by all of its ranks."""
 
 
@@ -52,19 +52,19 @@ class Leaving:
         """Do a part of the step; whether this rank's replica has left the step in it."""
         try:
             work()
-        except StepLeft:
+        except ReplicaLeft:
             return True
         return False
 
     def look(self) -> None:
-        """Between two passes, on all ranks of the replica: StepLeft when the step is to be left."""
-        if self._asked is None or not self._key:
+        """Between two passes, on all ranks of the replica: ReplicaLeft when the step is to be left."""
+        if self._asked is None:
             return
         seen = torch.tensor([int(self._sees())])
         if self._parallel.replica_size > 1:
             dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._parallel.replica_group)
         if seen.item():
-            raise StepLeft
+            raise ReplicaLeft
 
     def between_micro_batches(self, forward: Forward) -> Forward:
         """``forward``, with a look before each micro-batch where nothing is in flight then."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +56,7 @@ def prepare() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     if os.environ.get("RANK", "0") == "0":
         for note in kernels().notes:
-            print(f"kernels: {note}", flush=True)
+            print(f"kernels: {note}", file=sys.stderr, flush=True)  # a tool may print JSON
     kernels()
     if has_gpu():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -132,8 +133,8 @@ def _mend_megatron() -> None:
     # 0.16.1 leaves this name undefined without TransformerEngine and then compares it with None.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # Without TransformerEngine its wrappers import as None, and latent attention asks isinstance(x, None).
-    if latent.TELinear is None:
+    # Without TransformerEngine its wrappers import as None or as mocks, and latent attention asks isinstance(x, ...).
+    if not isinstance(latent.TELinear, type):
         latent.HAVE_TE = False
     # Split sizes stay tensors when they already are on the CPU; all_to_all_single wants lists.
     dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, record_stream=False: (

@@ -30,7 +30,7 @@ from ..algorithm import importance
 from ..config.models import RunConfig
 from ..types import Batch, PolicyVersion, StepResult
 from . import platform
-from .leaving import Forward, Leaving, StepLeft
+from .leaving import Forward, Leaving, ReplicaLeft
 from .log_ratios import LogRatioExchange
 from .logprobs import squared_score_norms, token_logprobs
 from .mismatch import mismatch_metrics, pack_mismatch
@@ -245,7 +245,7 @@ class VcpoStep:
                 ratios[int(starts[row]) : int(starts[row]) + len(values)] = values
         agree_sum(ratios, self.parallel)
         if ratios[-1] > 0:
-            raise StepLeft
+            raise ReplicaLeft
         self._objective.set_statistic(ratios[:-1])
 
     def _output(self, pack: Pack, model: torch.nn.Module) -> torch.Tensor:

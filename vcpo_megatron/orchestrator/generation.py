@@ -28,7 +28,7 @@ from .batcher import Batcher
 from .failures import FailureWindow, PromptFailures, one_line
 from .parking import Answer, Answers
 from .recorder import Recorder
-from .store import PartialGroup, ResumePlan, RolloutStore
+from .store import PartialGroup, ResumePlan, RolloutStore, StoreFullError
 from .store_records import problem_of
 from .store_schema import ZERO_VARIANCE
 from .tasks import RunError, cancel
@@ -312,7 +312,11 @@ class Generation:
                 break
             await asyncio.sleep(0.01)
         parked = {key: tuple(answers.given) for key, answers in self._episodes.items() if answers.given}
-        await self._recorder.write(lambda store: [store.park(*key, answers) for key, answers in parked.items()])
+        try:
+            await self._recorder.write(lambda store: [store.park(*key, answers) for key, answers in parked.items()])
+        except StoreFullError as error:
+            print(f"unfinished trajectories are not kept: {error}", flush=True)
+            return
         tokens = sum(len(answer.result.output_ids) for answers in parked.values() for answer in answers)
         of = f"{len(parked)} of {len(self._episodes)}"
         print(f"{of} unfinished trajectories are kept with {tokens} tokens", flush=True)

@@ -24,6 +24,9 @@ from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
 
 #: Establishing a TCP connection is quick or hopeless; it does not get the whole request timeout.
 CONNECT_TIMEOUT_S = 10.0
+#: A connection that was idle for so long is not used again: SGLang closes it after 5 s, and a request that is on its
+#: way just then is lost.
+IDLE_CONNECTION_S = 2.0
 #: A question about the server itself is answered at once by one that works.
 STATUS_TIMEOUT_S = 10.0
 
@@ -277,7 +280,7 @@ class ServerClient:
         if self._session is None:
             # No limit on connections: concurrency is bounded by whoever admits requests.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
             )
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         headers = {"Content-Type": "application/json"} if data is not None else None

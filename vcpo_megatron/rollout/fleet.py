@@ -187,6 +187,7 @@ class Fleet:
         self._launch = launch
         self._stop = stop
         self._stopping = False
+        self._complete = False  # all servers have answered once
         for server in self.servers:
             server.health = Health(options.health_interval_s, options.health_timeout_s)
 
@@ -200,6 +201,7 @@ class Fleet:
     async def answering(self) -> None:
         """Wait until every server answers; ``supervise``, running beside, ends this wait when one does not."""
         await self.changes.until(lambda: all(server.available for server in self.servers) or None)
+        self._complete = True
 
     async def supervise(self) -> None:
         """Restart servers that die or hang until cancelled; FleetError when one may not be restarted, does not answer,
@@ -252,6 +254,8 @@ class Fleet:
         if code is not None:
             if not self._stopping:
                 self._died(server, code)
+        elif server.ending is not None:
+            self._look_at_end(server, server.ending)
         elif server.state is ServerState.STARTING:
             self._look_at_start(server)
         elif server.serving and not server.updating:
@@ -281,11 +285,13 @@ class Fleet:
             self._late(server)
 
     def _late(self, server: Server) -> None:
-        """It did not answer in time. The run goes on without a joined one while others serve."""
+        """It did not answer in time. A run that has begun goes on without a joined one while others serve."""
         server.ready_by = math.inf
         problem = f"{server.name} did not answer within {self.options.start_timeout_s:g} s"
         if not server.joined:
             raise FleetError(f"{problem} of its start, {server.where}; rollout.start_timeout_s sets this deadline")
+        if not self._complete:
+            raise FleetError(f"{problem}; {server.where}; leave it out of rollout.addresses, or start it")
         if not any(other.available for other in self.servers):
             raise FleetError(f"{problem}, and no other does; {server.where}")
         print(f"{problem}; {server.where}; the run goes on without it until it answers", flush=True)
@@ -298,11 +304,17 @@ class Fleet:
         elif server.health.hangs:
             print(f"{server.name} hangs ({server.health.reason}): it is given up", flush=True)
             server.health.forget()
-            self.missed(server)
             if server.joined:
                 self._lost(server)
-            elif server.process is not None and server.ending is None:
+            elif server.process is not None:
                 server.ending = asyncio.create_task(asyncio.to_thread(self._stop, server.process))
+                self._set(server, ServerState.STARTING)  # it gets neither requests nor weights
+
+    @staticmethod
+    def _look_at_end(server: Server, ending: asyncio.Task[int]) -> None:
+        """It is being killed; its exit is seen as any other."""
+        if ending.done() and (error := ending.exception()) is not None:
+            raise FleetError(f"{server.name} hangs and cannot be killed: {error}, {server.where}")
 
     def _forget_questions(self, server: Server) -> None:
         server.health.forget()

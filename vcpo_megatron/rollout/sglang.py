@@ -60,6 +60,7 @@ class SglangServer:
         variables = {
             "CUDA_VISIBLE_DEVICES": ",".join(self.devices),
             "HF_HUB_OFFLINE": "1",
+            "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",  # the client closes idle connections, the server never before it
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the tokens that stay unused
         }
         variables |= {name: value for name, value in _NO_DUMPS.items() if name not in os.environ}

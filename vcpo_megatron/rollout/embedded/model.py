@@ -85,7 +85,7 @@ class PackedAttention:
         inputs = self._inputs
         if inputs is None:
             self._record(module, key, value, options)
-            return query.transpose(1, 2), None
+            return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3]), None
         keys, values = self._cache[2 * module.layer_idx], self._cache[2 * module.layer_idx + 1]
         places = (inputs.rows, slice(None), inputs.positions)
         keys[places] = key[0].transpose(0, 1)
@@ -247,8 +247,8 @@ def _probe_inputs(packed: PackedModel, sizes: tuple[int, ...], batch: int) -> tu
     pad, unpad = padding(sizes)
     cache = [
         torch.zeros(batch + len(sizes), heads, 32, dim, dtype=packed.dtype)
-        for heads, *sizes in packed.shapes
-        for dim in sizes
+        for heads, *dims in packed.shapes
+        for dim in dims
     ]
     return Packed(ids, positions, rows, mask, pad, unpad, torch.arange(total)), cache
 
