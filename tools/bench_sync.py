@@ -28,7 +28,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools/bench_sync.py"
     )
     parser.add_argument("--models", nargs="+", choices=sync.MODELS, help="default: 60m 500m, quick: 2m")
-    parser.add_argument("--bucket-mb", type=float, help="bucket size (default: a tenth of the model)")
+    parser.add_argument("--bucket-mb", type=float, help="bucket size (default: an eighth of the model)")
     parser.add_argument("--repeats", type=int, help="updates of each kind (default: 7, quick: 3)")
     parser.add_argument("--no-pauses", action="store_true", help="leave out what an update costs answers in flight")
     parser.add_argument("--quick", action="store_true", help="a small model: ends within a minute")
@@ -38,17 +38,14 @@ def main() -> int:
     repeats = options.repeats or (3 if options.quick else 7)
     sizes = {"2m": 1.0, "60m": 32.0, "500m": 256.0}
     results = []
-    with sync.world():
-        for name in models:
-            bucket = int(1e6 * (options.bucket_mb or sizes[name]))
-            with tempfile.TemporaryDirectory(prefix="vcpo-sync-") as folder:
-                results.append(
-                    sync.run(
-                        name, Path(folder), bucket_bytes=bucket, repeats=repeats, pauses=not options.no_pauses
-                    )
-                )
-            if not options.json:
-                print(sync.table(results[-1]), flush=True)
+    for name in models:
+        bucket = int(1e6 * (options.bucket_mb or sizes[name]))
+        with tempfile.TemporaryDirectory(prefix="vcpo-sync-") as folder:
+            results.append(
+                sync.run(name, Path(folder), bucket_bytes=bucket, repeats=repeats, pauses=not options.no_pauses)
+            )
+        if not options.json:
+            print(sync.table(results[-1]), flush=True)
     if options.json:
         print(json.dumps({"benchmark": "sync", "results": results}))
     return 0

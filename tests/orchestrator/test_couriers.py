@@ -385,5 +385,11 @@ def test_servers_are_compared_with_one_another_where_the_learner_cannot_know() -
         await book.check(fleet.servers[0], "1.1", {})
         with pytest.raises(ChecksumError, match="differ from what rollout server 0 holds, first a"):
             await book.check(fleet.servers[1], "1.1", {})
+        clients[0].sums, clients[1].sums = {"a": "1", "x": "2"}, {"a": "1", "x": "3"}  # x: what nobody can foretell
+        await book.check(fleet.servers[0], "1.2", {"a": "1"})
+        with pytest.raises(ChecksumError, match="differ from what rollout server 0 holds, first x"):
+            await book.check(fleet.servers[1], "1.2", {"a": "1"})
+        with pytest.raises(ChecksumError, match=r"2 of 2 .* the learner sent, first a \(checksum 1, expected 9\)"):
+            await book.check(fleet.servers[1], "1.2", {"a": "9", "b": "1"})
 
     with_groups(work)

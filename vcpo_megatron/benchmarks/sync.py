@@ -8,13 +8,13 @@ alternately, because a machine's pace changes while it is shared.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
 import os
 import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,8 @@ import torch
 
 from ..config.models import RunConfig
 from ..config.process import ProcessContext
-from ..learner import platform
+from ..conversion.families import open_model
+from ..conversion.writer import FILE_BYTES, FolderWriter
 from ..orchestrator.couriers import Couriers, GroupCourier
 from ..orchestrator.weight_update import Updater, Wave
 from ..rollout.client import ServerClient
@@ -78,17 +79,25 @@ class Pause:
 
 
 def make_model(name: str, folder: Path) -> Path:
-    """A Qwen2 with random weights."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
+    """The folder of a Qwen2 with random weights, written a tensor at a time."""
     hidden, layers, units, vocabulary = MODELS[name]
     heads = hidden // 64
-    config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=units, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=max(1, heads // 4) if heads % 4 == 0 else 2,
-        max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=1, bos_token_id=1,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    config = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dtype": "float32", "hidden_act": "silu",
+        "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": units, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "eos_token_id": 1,
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    family, shape = open_model(config)
+    outline = family.outline(shape, torch.float32)
+    sizes = {tensor: size for tensor, (size, _) in outline.items()}
+    dtypes = {tensor: kind for tensor, (_, kind) in outline.items()}
+    writer = FolderWriter(folder, sizes, dtypes, FILE_BYTES)
+    for tensor, size in sizes.items():
+        writer.write(tensor, torch.randn(size) * 0.02 + (1.0 if "norm" in tensor else 0.0))
+    writer.finish()
     return folder
 
 
@@ -116,8 +125,9 @@ class Learner:
     """One rank with the weights of ``model``, publishing version after version by ``way``."""
 
     def __init__(self, model: Path, folder: Path, way: str, bucket_bytes: int) -> None:
+        from ..learner import parallel as groups
+        from ..learner import platform
         from ..learner.model import build_model
-        from ..learner.parallel import initialize
         from ..learner.sender import WeightSender
         from ..learner.weights import WeightGatherer
 
@@ -125,7 +135,10 @@ class Learner:
             "model": {"path": model}, "train": {"steps": 1}, "environment": {"name": "none"},
             "rollout": {"sync": way, "bucket_bytes": bucket_bytes, "sync_timeout_s": PATIENCE_S},
         })  # fmt: skip
-        parallel = initialize(config)
+        platform.prepare()
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        self._leave = groups.destroy
+        parallel = groups.initialize(config)
         chunks, family, shape = build_model(config, parallel, load=True)
         trainable: Any = SimpleNamespace(chunks=chunks, family=family, shape=shape)
         self.control = _Control()
@@ -158,10 +171,8 @@ class Learner:
         return time.perf_counter() - started
 
     def close(self) -> None:
-        from megatron.core import parallel_state
-
         self.sender.close()
-        parallel_state.destroy_model_parallel()
+        self._leave()
 
 
 class Orchestrator:
@@ -285,17 +296,6 @@ def _resident() -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-@contextlib.contextmanager
-def world() -> Iterator[None]:
-    """A world of one rank."""
-    platform.prepare()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def measure(model: Path, way: str, folder: Path, *, bucket_bytes: int, repeats: int, url: str, vocab: int) -> Timing:

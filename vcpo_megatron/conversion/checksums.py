@@ -2,8 +2,9 @@
 
 A checksum is the first 8 bytes, in hexadecimal, of the SHA-256 of a parameter's bytes (SGLang's on CPUs, and the
 embedded engine's). The embedded engine has the tensors of the Hugging Face files. SGLang fuses them: q, k, v into one
-matrix, gate and up into another, a layer's experts into two, and pads the vocabulary with zero rows; the stream has
-the parts in that order, so the fused ones are hashed as it passes, one whole tensor at a time.
+matrix, gate and up into another, and pads the vocabulary with zero rows; the stream has the parts in that order, so
+the fused ones are hashed as it passes, one whole tensor at a time. How SGLang lays out routed experts depends on its
+kernels: they are left out, and servers are compared with one another there.
 """
 
 from __future__ import annotations
@@ -20,12 +21,9 @@ from ..config.model_shape import ModelShape
 SGLANG_VOCABULARY_MULTIPLE = 64
 _FUSED = (
     (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
-    (re.compile(r"\.experts\.\d+\.(gate|up)_proj\.weight$"), ".experts.w13_weight"),
-    (re.compile(r"\.experts\.\d+\.down_proj\.weight$"), ".experts.w2_weight"),
-    (re.compile(r"\.experts\.\d+\.w[13]\.weight$"), ".experts.w13_weight"),
-    (re.compile(r"\.experts\.\d+\.w2\.weight$"), ".experts.w2_weight"),
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
 )
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -39,6 +37,8 @@ class Checksums:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Count in the next tensor (CPU), under its Hugging Face name."""
+        if self._fuses and _EXPERT.search(name):
+            return
         digest = self._hashes.setdefault(self._served(name), hashlib.sha256())
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         if self._fuses and name in _VOCABULARY:

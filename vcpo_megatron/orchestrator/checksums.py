@@ -1,8 +1,8 @@
 """Whether a server holds the bytes that were sent to it (``rollout.verify_sync``).
 
-A server names its parameters its own way. Where the learner could compute what the server must answer, every
-parameter is compared with that. Elsewhere (servers on GPUs hash in another way, several ranks hold parts) servers of
-one version are compared with the first of them that was updated.
+A server names its parameters its own way. Those of which the learner could compute what the server must answer are
+compared with that; the others (all, where servers are on GPUs, which hash in another way, or have several ranks, which
+hold parts) with those of the server of the same version that was updated before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from ..rollout.fleet import Server
 
-#: Versions whose first answer is remembered.
+#: Versions whose answers are remembered.
 _REMEMBERED = 8
 
 
@@ -20,7 +20,7 @@ class ChecksumError(RuntimeError):
 
 
 class ChecksumBook:
-    """Remembers, for each version, what the first server answered."""
+    """Remembers, for each version, what the last server answered."""
 
     def __init__(self) -> None:
         self._first: dict[str, tuple[str, list[dict[str, str]]]] = {}
@@ -28,16 +28,16 @@ class ChecksumBook:
         self.compared = 0
 
     async def check(self, server: Server, version: str, expected: Mapping[str, str]) -> None:
-        """ChecksumError when ``server`` holds something else than ``expected``, or than the first server."""
+        """ChecksumError when ``server`` holds something else than ``expected``, or than another server."""
         ranks = await server.client.weights_checksums()
         if expected and len(ranks) == 1:
-            self._compare(server, version, "what the learner sent", [dict(expected)], ranks)
-            return
+            known = {name: ranks[0][name] for name in expected if name in ranks[0]}
+            self._compare(server, version, "what the learner sent", [expected], [known])
+            ranks = [{name: checksum for name, checksum in ranks[0].items() if name not in expected}]
         if version not in self._first:
             while len(self._first) >= _REMEMBERED:
                 del self._first[next(iter(self._first))]
             self._first[version] = (server.name, ranks)
-            return
         other, first = self._first[version]
         if other != server.name:
             self._compare(server, version, f"what {other} holds", first, ranks)
