@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vcpo_megatron.config.model_shape import model_shape
+from vcpo_megatron.config.model_families import model_shape
 from vcpo_megatron.conversion.checksums import Checksums
 
 CONFIG: dict[str, Any] = {
