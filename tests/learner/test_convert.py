@@ -306,6 +306,7 @@ def test_stacked_experts_are_refused_by_name(
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(folders["qwen3-moe"])
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    capsys.readouterr()  # progress of transformers
     assert cli.main(["convert", "import", str(tmp_path / "stacked"), str(tmp_path / "out"), "--quiet"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "model.layers.0.mlp.experts.down_proj holds all experts of a layer in one tensor" in line
