@@ -118,7 +118,7 @@ def test_further_stop_tokens(engine: Engine) -> None:
     result = engine.use(lambda client: client.generate(PROMPT, replace(everything, ignore_eos=True), "on"))
     assert len(result.output_ids) == 50 and result.finish_reason == "length"
     result = engine.use(lambda client: client.generate(PROMPT, replace(everything, max_new_tokens=1), "both"))
-    assert len(result.output_ids) == 1 and result.finish_reason == "length"  # the length is looked at first
+    assert len(result.output_ids) == 1 and result.finish_reason == "stop"
 
 
 def test_the_context_is_filled_to_its_last_token(engine: Engine, versions: Versions) -> None:
