@@ -413,8 +413,8 @@ def test_a_refused_bucket_leaves_a_server_that_takes_a_whole_update(
         await load(client, versions, "0")
         await client.resume()
 
-    if engine.name == "sglang" and kind == "shape":
-        pytest.skip("a tensor of a wrong shape ends a SGLang 0.5.23 server; the fleet restarts it")
+    if engine.name == "sglang" and kind != "unknown":
+        pytest.skip("a bucket that it cannot load ends a SGLang 0.5.23 server; the fleet restarts it")
     before = checksum(engine)
     engine.use(scenario)
     assert checksum(engine) == before
