@@ -120,7 +120,7 @@ def test_override_below_a_value(file: Path) -> None:
         ("[train]\nlr = 3", "train.lr: unknown key; did you mean optimizer.lr?"),
         ("[rolout]\nservers = 1", "rolout: unknown section; did you mean [rollout]?"),
         ("[checkpoint]\nzzz = 1", "checkpoint.zzz: unknown key; keys of [checkpoint] are every, keep_last, "
-         "keep_rollouts, resume_partial, keep_best"),
+         "keep_rollouts, resume_partial, keep_best, export_hf_every"),
         ("[train]\ngroup_size = 0", "train.group_size = 0: must be greater than 0"),
         ("[staleness]\nmax_staleness = -1", "staleness.max_staleness = -1: must be at least 0"),
         ("[rollout]\nport = 65536", "rollout.port = 65536: must be at most 65535"),

@@ -29,9 +29,14 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: make_model_folder(root / family, family, layers=2) for family in ("qwen2", "moe")}
+
+
 @pytest.mark.timeout(400)
-def test_a_step_that_was_left_changes_nothing(tmp_path: Path) -> None:
-    models = {family: make_model_folder(tmp_path / family, family, layers=2) for family in ("qwen2", "moe")}
+def test_a_step_that_was_left_changes_nothing(models: dict[str, Path]) -> None:
     cases, batches = [], [make_batch(models["qwen2"], step) for step in (0, 1)]
     for family, parallel, sections, look, _ in CASES.values():
         cases.append((make_config(models[family], 2, parallel=parallel, **sections), look))

@@ -1,4 +1,4 @@
-"""Contract of a rollout server, over HTTP alone: it is meant to hold for SGLang as well."""
+"""What the embedded engine promises beyond the protocol that both engines are tested for (test_engines.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vcpo_megatron.rollout.client import ServerClient, ServerError
-from vcpo_megatron.rollout.protocol import GenerateResult, SamplingParams, Span
+from vcpo_megatron.rollout.protocol import SamplingParams, Span
 
 PROMPT = [5, 17, 42, 8, 60]
 LONG = SamplingParams(max_new_tokens=480, ignore_eos=True)
@@ -41,61 +41,7 @@ async def load(client: ServerClient, versions: Any, version: str) -> None:
     await client.end_weight_update()
 
 
-async def pause_in_mid_answer(client: ServerClient, mode: Any) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
-    """A long answer that has begun, paused; the caller looks whether the pause came in its middle."""
-    answer = asyncio.create_task(client.generate(PROMPT, LONG, f"long-{mode}"))
-    await asyncio.sleep(0.15)
-    await client.pause(mode)
-    late = asyncio.create_task(client.generate(PROMPT, replace(LONG, max_new_tokens=3), "late"))
-    await asyncio.sleep(0.05)
-    return answer, late
-
-
-async def switched(client: ServerClient, versions: Any, mode: str) -> tuple[GenerateResult, GenerateResult, bool]:
-    """An answer during which the weights change from "0" to "1" under ``mode``, one sent while paused, and
-    whether that one waited. Tried again when the pause missed the answer's middle."""
-    for _ in range(8):
-        answer, late = await pause_in_mid_answer(client, mode)
-        waited = not late.done()
-        await load(client, versions, "1")
-        await client.resume()
-        results = await answer, await late
-        await load(client, versions, "0")
-        if len({span.version for span in results[0].spans}) == 2:
-            return *results, waited
-    raise AssertionError("no answer was paused in its middle")
-
-
 # ---------------------------------------------------------------- sampling
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_the_model(use: Callable[..., Any], versions: Any, temperature: float) -> None:
-    sampling = SamplingParams(max_new_tokens=40, temperature=temperature, ignore_eos=True)
-
-    async def scenario(client: ServerClient) -> list[GenerateResult]:
-        prompts = [PROMPT[: 1 + index % 5] for index in range(20)]  # more than run together
-        return await asyncio.gather(*(client.generate(p, sampling, f"r{i}") for i, p in enumerate(prompts)))
-
-    results = use(scenario)
-    assert len({result.output_ids for result in results}) == 20
-    for index, result in enumerate(results):
-        prompt = PROMPT[: 1 + index % 5]
-        expected = versions.logprobs("0", [*prompt, *result.output_ids], temperature)[len(prompt) - 1 :]
-        assert close(result.logprobs, expected)
-        assert result.spans == (Span(0, 40, "0"),) and result.finish_reason == "length"
-
-
-def test_greedy_takes_the_likeliest_token(use: Callable[..., Any], versions: Any) -> None:
-    import torch
-
-    sampling = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
-    result = use(lambda client: client.generate(PROMPT, sampling, "greedy"))
-    tokens = [*PROMPT, *result.output_ids]
-    with torch.no_grad():
-        best = versions.models["0"](input_ids=torch.tensor([tokens])).logits[0].argmax(-1).tolist()
-    assert list(result.output_ids) == best[len(PROMPT) - 1 : -1]
-    assert close(result.logprobs, versions.logprobs("0", tokens)[len(PROMPT) - 1 :])
 
 
 def test_samples_follow_the_model_distribution(use: Callable[..., Any], versions: Any) -> None:
@@ -116,24 +62,6 @@ def test_samples_follow_the_model_distribution(use: Callable[..., Any], versions
     assert sum(terms) < len(terms) + 5 * (2 * len(terms)) ** 0.5
 
 
-def test_stop_tokens_are_kept_and_end_the_answer(use: Callable[..., Any]) -> None:
-    everything = SamplingParams(max_new_tokens=50, stop_token_ids=tuple(range(97)))
-    result = use(lambda client: client.generate(PROMPT, everything, "stop"))
-    assert len(result.output_ids) == 1 and result.finish_reason == "stop"
-    result = use(lambda client: client.generate(PROMPT, replace(everything, ignore_eos=True), "on"))
-    assert len(result.output_ids) == 50 and result.finish_reason == "length"
-    result = use(lambda client: client.generate(PROMPT, replace(everything, max_new_tokens=1), "both"))
-    assert result.finish_reason == "length"  # SGLang looks at the length first
-
-
-def test_eos_of_the_model_ends_answers(use: Callable[..., Any]) -> None:
-    sampling = SamplingParams(max_new_tokens=400)
-    results = use(lambda client: client.generate_batch([PROMPT] * 16, [sampling] * 16))
-    stopped = [result for result in results if result.finish_reason == "stop"]
-    assert stopped
-    assert all(result.output_ids[-1] == 3 and 3 not in result.output_ids[:-1] for result in stopped)
-
-
 def test_seeded_answers_do_not_depend_on_the_batch(use: Callable[..., Any]) -> None:
     seeded = SamplingParams(max_new_tokens=30, ignore_eos=True, sampling_seed=123)
     other = SamplingParams(max_new_tokens=50, ignore_eos=True)
@@ -148,12 +76,6 @@ def test_seeded_answers_do_not_depend_on_the_batch(use: Callable[..., Any]) -> N
 
     alone, among, listed, different = use(scenario)
     assert alone == among == listed != different
-
-
-def test_score(use: Callable[..., Any], versions: Any) -> None:
-    tokens = [*PROMPT, 3, 9, 96, 0, 11]
-    assert close(use(lambda client: client.score(tokens)), versions.logprobs("0", tokens))
-    assert use(lambda client: client.score([4])) == []
 
 
 def test_reply_has_sglang_fields(server: Any) -> None:
@@ -256,22 +178,6 @@ def test_request_id_in_use(use: Callable[..., Any]) -> None:
 # ---------------------------------------------------------------- abort and pause
 
 
-def test_abort_answers_with_what_was_sampled(use: Callable[..., Any], versions: Any) -> None:
-    async def scenario(client: ServerClient) -> tuple[GenerateResult, GenerateResult]:
-        target = asyncio.create_task(client.generate(PROMPT, LONG, "target"))
-        other = asyncio.create_task(client.generate(PROMPT, replace(LONG, max_new_tokens=200), "other"))
-        await asyncio.sleep(0.1)
-        await client.abort("unknown")
-        await client.abort("target")
-        return await target, await other
-
-    target, other = use(scenario)
-    assert target.finish_reason == "abort" and len(target.output_ids) < 480
-    expected = versions.logprobs("0", [*PROMPT, *target.output_ids])[len(PROMPT) - 1 :]
-    assert close(target.logprobs, expected)
-    assert other.finish_reason == "length" and len(other.output_ids) == 200
-
-
 def test_flush_is_refused_while_busy(use: Callable[..., Any]) -> None:
     async def scenario(client: ServerClient) -> None:
         await client.flush_cache()
@@ -286,50 +192,6 @@ def test_flush_is_refused_while_busy(use: Callable[..., Any]) -> None:
         await client.flush_cache()
 
     use(scenario)
-
-
-def test_pause_abort_ends_answers_and_holds_new_ones(use: Callable[..., Any]) -> None:
-    async def scenario(client: ServerClient) -> tuple[GenerateResult, bool, GenerateResult]:
-        answer, late = await pause_in_mid_answer(client, "abort")
-        aborted, waited = await answer, not late.done()
-        await client.resume()
-        return aborted, waited, await late
-
-    aborted, waited, late = use(scenario)
-    assert aborted.finish_reason == "abort" and len(aborted.output_ids) < 480
-    assert waited and late.finish_reason == "length" and len(late.output_ids) == 3
-
-
-def test_retract_goes_on_under_the_new_weights(use: Callable[..., Any], versions: Any) -> None:
-    answer, late, waited = use(lambda client: switched(client, versions, "retract"))
-    assert waited and late.spans == (Span(0, 3, "1"),)
-    assert [span.version for span in answer.spans] == ["0", "1"] and len(answer.output_ids) == 480
-    for span in answer.spans:
-        expected = versions.logprobs(span.version, [*PROMPT, *answer.output_ids])[len(PROMPT) - 1 :]
-        assert close(answer.logprobs[span.start : span.end], expected[span.start : span.end])
-    other = versions.logprobs("0", [*PROMPT, *answer.output_ids])[len(PROMPT) - 1 :]
-    second = answer.spans[1]
-    assert not close(answer.logprobs[second.start : second.end], other[second.start : second.end], 0.1)
-
-
-def test_in_place_goes_on_with_the_old_cache(use: Callable[..., Any], versions: Any) -> None:
-    """Oracle: the old model's cache of everything it has read, continued by the new model."""
-    import torch
-
-    answer, late, waited = use(lambda client: switched(client, versions, "in_place"))
-    assert waited and late.spans == (Span(0, 3, "1"),)
-    first, second = answer.spans
-    tokens = [*PROMPT, *answer.output_ids]
-    expected = versions.logprobs("0", tokens)[len(PROMPT) - 1 :]
-    assert close(answer.logprobs[: first.end], expected[: first.end])
-    read = len(PROMPT) + first.end - 1  # the newest token is read by the next step
-    with torch.no_grad():
-        past = versions.models["0"](input_ids=torch.tensor([tokens[:read]]), use_cache=True).cache
-        logits = versions.models["1"](input_ids=torch.tensor([tokens[read:-1]]), cache=past).logits[0]
-    table = torch.log_softmax(logits.double(), -1)
-    oracle = [float(table[i, token]) for i, token in enumerate(tokens[read + 1 :])]
-    assert close(answer.logprobs[second.start :], oracle)
-    assert not close(answer.logprobs[second.start :], versions.logprobs("1", tokens)[read:], 1e-3)
 
 
 # ---------------------------------------------------------------- weights

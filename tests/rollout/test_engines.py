@@ -103,7 +103,7 @@ def test_a_batch_is_answered_in_its_order(engine: Engine, versions: Versions) ->
 
 
 def test_the_stop_token_is_kept_with_its_logprob(engine: Engine, versions: Versions) -> None:
-    results = engine.use(lambda client: client.generate_batch([PROMPT] * 16, [SamplingParams(400)] * 16))
+    results = engine.use(lambda client: client.generate_batch([PROMPT] * 8, [SamplingParams(150)] * 8))
     stopped = [result for result in results if result.finish_reason == "stop"]
     assert stopped
     for result in stopped:
@@ -117,6 +117,8 @@ def test_further_stop_tokens(engine: Engine) -> None:
     assert len(result.output_ids) == 1 and result.finish_reason == "stop"
     result = engine.use(lambda client: client.generate(PROMPT, replace(everything, ignore_eos=True), "on"))
     assert len(result.output_ids) == 50 and result.finish_reason == "length"
+    result = engine.use(lambda client: client.generate(PROMPT, replace(everything, max_new_tokens=1), "both"))
+    assert len(result.output_ids) == 1 and result.finish_reason == "length"  # the length is looked at first
 
 
 def test_the_context_is_filled_to_its_last_token(engine: Engine, versions: Versions) -> None:
@@ -131,6 +133,7 @@ def test_the_context_is_filled_to_its_last_token(engine: Engine, versions: Versi
 def test_score(engine: Engine, versions: Versions) -> None:
     tokens = [*PROMPT, 3, 9, 96, 0, 11]
     assert worst(engine.use(lambda client: client.score(tokens)), versions.logprobs("0", tokens)) < TOLERANCE
+    assert engine.use(lambda client: client.score([4])) == []
 
 
 def test_part_of_the_vocabulary_has_renormalised_logprobs_or_is_refused(engine: Engine, versions: Versions) -> None:

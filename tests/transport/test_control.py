@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import msgpack
@@ -22,18 +22,25 @@ from vcpo_megatron.transport.control import (
     BatchReady,
     Checkpoint,
     CheckpointDone,
+    CloseGroups,
     ControlClient,
     ControlError,
     ControlServer,
     Error,
+    GroupOpened,
+    GroupsLost,
     Heartbeat,
     Hello,
+    OpenGroup,
     Probe,
     ProbeResult,
+    ReleaseWeights,
+    SendWeights,
     StepDone,
     Stop,
     SyncDone,
     WeightsReady,
+    WeightsSent,
     decode,
     encode,
 )
@@ -84,6 +91,19 @@ BATCH = Batch(
     ),
 )  # fmt: skip
 
+EXPERTS = np.arange(2 * 3 * 2, dtype=np.uint16).reshape(2, 3, 2)
+#: Of three trajectories the second has a record of its experts.
+ROUTED = Batch(
+    step=18,
+    groups=(
+        Group(4, "prompt-4", (
+            trajectory(4, 0, [1, 2, 3], [F, T, T], [0.0, -0.25, -1.5]),
+            replace(trajectory(4, 1, [7, 8], [F, T], [0.0, -1e-7]), routed_experts=EXPERTS),
+            trajectory(4, 2, [1, 2], [F, T], [0.0, -0.25]),
+        )),
+    ),
+)  # fmt: skip
+
 MESSAGES: list[Any] = [
     Hello(TOKEN, PolicyVersion(2, 40), 4),
     WeightsReady(PolicyVersion(1, 3), (b"first\x00bucket", b"", b"\xff" * 1000)),
@@ -93,6 +113,7 @@ MESSAGES: list[Any] = [
     Probe(np.zeros(0, np.int32)),
     ProbeResult(np.array([-0.5, -1e-30, -np.inf], np.float32)),
     BatchReady(BATCH),
+    BatchReady(ROUTED),
     BatchReady(Batch(0, ())),
     control.LeaveStep(7),
     control.StepLeft(7),
@@ -110,7 +131,15 @@ MESSAGES: list[Any] = [
     Stop("done"),
     Error("learner rank 1", "out of memory: 3 GiB asked for"),
     Heartbeat("learner rank 0", "waits for a batch (step 3)"),
+    OpenGroup("vcpo-1", 3),
+    GroupOpened("vcpo-1", "10.0.0.1", 4711, "gloo"),
+    SendWeights("vcpo-1", PolicyVersion(2, 7)),
+    WeightsSent("vcpo-1", PolicyVersion(2, 7), {"a.weight": "00ff"}),
+    CloseGroups("server 1 refused"),
+    GroupsLost("connection reset"),
+    ReleaseWeights(PolicyVersion(2, 6)),
 ]
+
 
 
 def same(a: Any, b: Any) -> bool:
@@ -211,8 +240,26 @@ def test_every_message_in_both_directions(address: str, client: ControlClient) -
             client.send(message)
             assert same(await server.receive(), message)
             await server.send(message)
-            answer = await asyncio.to_thread(client.receive, PATIENCE_S)
-            assert same(answer, message)
+            for_sender = isinstance(message, control.FOR_SENDER)
+            receive = client.receive_for_sender if for_sender else client.receive
+            assert same(await asyncio.to_thread(receive, PATIENCE_S), message)
+
+    run(scenario, address)
+
+
+def test_messages_for_the_sender_of_weights_do_not_wait_for_the_main_thread(
+    address: str, client: ControlClient
+) -> None:
+    version = PolicyVersion(1, 1)
+
+    async def scenario(server: ControlServer) -> None:
+        client.send(HELLO)
+        await server.receive()
+        for message in (Stop("done"), ReleaseWeights(version), SyncDone(version)):
+            await server.send(message)
+        assert await asyncio.to_thread(client.receive_for_sender, PATIENCE_S) == ReleaseWeights(version)
+        assert await asyncio.to_thread(client.receive_for_sender, PATIENCE_S) == SyncDone(version)
+        assert client.receive(0.0) == Stop("done") and client.receive_for_sender(0.0) is None
 
     run(scenario, address)
 

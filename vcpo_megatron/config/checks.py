@@ -28,6 +28,7 @@ def problems(config: RunConfig) -> list[str]:
         *_training(config),
         *_rollout(config),
         *server_problems(config),
+        *_sync(config),
         *_replay(config),
         *_files(config),
         *_ports(config),
@@ -97,6 +98,13 @@ def _combinations(config: RunConfig) -> Iterator[str]:
 def _experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """The split of experts, and what exact per-trajectory gradients ask of it."""
     parallel, path, experts = config.parallel, config.model.path, shape.experts
+    if config.rollout.routing_replay and experts is None:
+        yield f"rollout.routing_replay = true: {path} has no experts; set it to false"
+    if config.rollout.routing_replay and config.rollout.engine == "replay":
+        yield (
+            'rollout.routing_replay = true: rollout.engine = "replay" has no record of experts, which are deleted once '
+            "trained; set it to false"
+        )
     if experts is None:
         for name in ("expert", "expert_tensor"):
             if (value := getattr(parallel, name)) > 1:
@@ -250,6 +258,18 @@ def _rollout(config: RunConfig) -> Iterator[str]:
             f"train.max_pack_tokens = {train.max_pack_tokens}: a prompt and the "
             f"rollout.max_new_tokens = {rollout.max_new_tokens} of its answer would not fit one pack; raise it"
         )
+
+
+def _sync(config: RunConfig) -> Iterator[str]:
+    """How weights reach the servers."""
+    rollout = config.rollout
+    if rollout.sync == "tensor" and rollout.tensor_parallel > 1:
+        yield (
+            f'rollout.sync = "tensor": a server of tensor_parallel = {rollout.tensor_parallel} would need every bucket '
+            'once for each of its ranks; use "distributed" or "disk"'
+        )
+    if rollout.fleet_size and rollout.sync_wave > rollout.fleet_size:
+        yield f"rollout.sync_wave = {rollout.sync_wave}: there are {rollout.fleet_size} servers; lower it"
 
 
 def _replay(config: RunConfig) -> Iterator[str]:

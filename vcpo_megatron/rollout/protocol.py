@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 GENERATE = "/generate"
 PAUSE_GENERATION = "/pause_generation"
@@ -23,6 +26,9 @@ FLUSH_CACHE = "/flush_cache"
 BEGIN_WEIGHT_UPDATE = "/begin_weight_update"
 END_WEIGHT_UPDATE = "/end_weight_update"
 UPDATE_WEIGHTS_FROM_TENSOR = "/update_weights_from_tensor"
+UPDATE_WEIGHTS_FROM_DISTRIBUTED = "/update_weights_from_distributed"
+INIT_WEIGHTS_UPDATE_GROUP = "/init_weights_update_group"
+DESTROY_WEIGHTS_UPDATE_GROUP = "/destroy_weights_update_group"
 UPDATE_WEIGHTS_FROM_DISK = "/update_weights_from_disk"
 UPDATE_WEIGHT_VERSION = "/update_weight_version"
 WEIGHTS_CHECKER = "/weights_checker"
@@ -64,6 +70,9 @@ def token_ids(value: object, name: str, vocab_size: int | None = None) -> tuple[
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise ProtocolError(f"{name} = {value!r}: expected a list of token ids")
     high = None if vocab_size is None else vocab_size - 1
+    # A loop in Python over every token is most of what an answer costs: it only looks for what is wrong.
+    if set(map(type, value)) <= {int} and (not value or (min(value) >= 0 and (high is None or max(value) <= high))):
+        return tuple(value)
     for index, token in enumerate(value):
         if isinstance(token, bool) or not isinstance(token, int) or token < 0 or (high is not None and token > high):
             within = "a non-negative integer" if high is None else f"an id of the vocabulary, 0..{high}"
@@ -152,13 +161,15 @@ class GenerateResult:
     """One answer. ``logprobs[t]`` is log mu(output_ids[t] | ...) at the sampling temperature.
 
     ``spans`` tile [0, len(output_ids)); ``finish_reason`` is "stop" (the stop token is the last of
-    ``output_ids``), "length" or "abort" (``output_ids`` holds what was sampled until then).
+    ``output_ids``), "length" or "abort" (``output_ids`` holds what was sampled until then). ``routed_experts``
+    are those of every token of prompt and answer but the last, uint8 or uint16 [P + G - 1, layers, k], where asked for.
     """
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[Span, ...]
     finish_reason: str
+    routed_experts: np.ndarray | None = None
 
 
 # ---------------------------------------------------------------- request bodies
@@ -232,6 +243,32 @@ def update_weights_from_tensor_body(bucket: bytes, version: str, flush_cache: bo
         raise ProtocolError("a weight bucket is not base64 text")
     rest = json.dumps({"load_format": None, "flush_cache": flush_cache, "weight_version": version})
     return b'{"serialized_named_tensors": ["' + bucket + b'"], ' + rest[1:].encode()
+
+
+def update_weights_from_distributed_body(
+    entries: Sequence[Sequence[Any]], group_name: str, version: str, flush_cache: bool = False
+) -> dict[str, Any]:
+    """Body of ``/update_weights_from_distributed`` for one flattened bucket of [name, dtype, shape] entries."""
+    names, dtypes, shapes = (list(column) for column in zip(*entries, strict=True))
+    return {
+        "names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name, "flush_cache": flush_cache,
+        "weight_version": version, "load_format": "flattened_bucket",
+    }  # fmt: skip
+
+
+def init_weights_update_group_body(
+    address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+) -> dict[str, Any]:
+    """Body of ``/init_weights_update_group``: a server's tensor-parallel ranks are rank_offset, rank_offset + 1, ..."""
+    return {
+        "master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size,
+        "group_name": group_name, "backend": backend,
+    }  # fmt: skip
+
+
+def update_weights_from_disk_body(path: str, version: str, flush_cache: bool = False) -> dict[str, Any]:
+    """Body of ``/update_weights_from_disk``."""
+    return {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
 
 
 # ---------------------------------------------------------------- reply parsers
@@ -308,6 +345,16 @@ def parse_success(reply: object) -> str:
     raise ProtocolError(f"refused: {message}")
 
 
+def parse_checksums(reply: object) -> list[dict[str, str]]:
+    """Checksums by parameter name, one dict a rank of the server, from the answer of ``/weights_checker``."""
+    parse_success(reply)
+    ranks = _field(reply, "ranks", "weights_checker reply")
+    found = [_field(rank, "checksums", "weights_checker reply") for rank in ranks]
+    if not found or not all(isinstance(rank, Mapping) and rank for rank in found):
+        raise ProtocolError("weights_checker reply holds no checksums")
+    return [dict(rank) for rank in found]
+
+
 def _check_stop(reason: Mapping[str, Any], output_ids: Sequence[int]) -> None:
     """A stop token is part of the answer: it was sampled, so the learner counts it as well."""
     matched = reason.get("matched")  # a text where a string stopped it
@@ -332,6 +379,11 @@ def _logprobs(entries: object, tokens: Sequence[int], name: str) -> tuple[float,
     if not isinstance(entries, list) or len(entries) != len(tokens):
         got = len(entries) if isinstance(entries, list) else repr(entries)
         raise ProtocolError(f"{name}: {got} entries for {len(tokens)} tokens")
+    if set(map(type, entries)) == {list} and min(map(len, entries)) > 1:  # as in ``token_ids``
+        found = [entry[0] for entry in entries]
+        if set(map(type, found)) == {float} and all(map(math.isfinite, found)):
+            if all(map(operator.eq, (entry[1] for entry in entries), tokens)):
+                return tuple(found)
     values = []
     for index, (entry, token) in enumerate(zip(entries, tokens, strict=True)):
         if not isinstance(entry, Sequence) or len(entry) < 2 or entry[1] != token:
