@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 _CHANGEABLE = {
     "train": "eval_every max_pack_tokens steps",
     "rollout": (
-        "addresses args health_interval_s health_timeout_s max_failure_ratio max_prompt_failures max_restarts "
-        "max_running_requests on_failure pause_mode port python request_timeout_s servers start_timeout_s "
-        "sync_timeout_s tensor_parallel"
+        "addresses args bucket_bytes health_interval_s health_timeout_s max_failure_ratio max_prompt_failures "
+        "max_restarts max_running_requests on_failure pause_mode port python request_timeout_s servers start_timeout_s "
+        "sync sync_timeout_s sync_wave tensor_parallel verify_sync"
     ),
     "staleness": "adaptive adaptive_ess wait_s",
     "checkpoint": "every export_hf_every keep_best keep_last keep_rollouts resume_partial",

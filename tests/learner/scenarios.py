@@ -226,6 +226,8 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
         moved = parameter.detach() * (1 - rate * decay)
         after[name] = moved - rate * g / (g.abs() + config.optimizer.eps)  # Adam's first step
     apart = torch.tensor(mismatch, dtype=torch.float64)
+    # biases that choose experts have no gradient, and training leaves them alone
+    after |= {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
     return Oracle(loss, log_ratios, apart, norms, baselines, ess, rate, norm, _by_expert(total), _by_expert(after))
 
 

@@ -321,9 +321,9 @@ class FakeLearner(threading.Thread):
             self._weights(client)
             deadline = time.monotonic() + 60
             while self.stopped is None and not self.errors and time.monotonic() < deadline:
-                message = client.receive(0.05)
-                if message is not None:
-                    self._handle(client, message)
+                for message in (client.receive_for_sender(0.0), client.receive(0.02)):
+                    if message is not None:
+                        self._handle(client, message)
         finally:
             client.close()
 
@@ -356,7 +356,7 @@ class FakeLearner(threading.Thread):
         if batch.step == self.silent_at:
             return
         while not self._synced:  # the learner may not send newer weights before
-            if (message := client.receive(5.0)) is None:
+            if (message := client.receive_for_sender(5.0)) is None:
                 return
             self._handle(client, message)
         client.send(Heartbeat("learner", f"step {batch.step}"))

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from tests.orchestrator.fake_run import FakeClient, FakeRun, config, fake_fleet, weights
+from vcpo_megatron.orchestrator.couriers import TensorCourier
 from vcpo_megatron.orchestrator.tasks import run_beside
 from vcpo_megatron.orchestrator.weight_sync import SyncError, WeightSync
+from vcpo_megatron.orchestrator.weight_update import Updater
 from vcpo_megatron.rollout.fleet import Changes, Fleet
 from vcpo_megatron.types import PolicyVersion
 
@@ -55,6 +57,7 @@ def with_sync(
     client: type[FakeClient] = FakeClient,
     timeout_s: float = 1.0,
     max_restarts: int = 0,
+    wave: int = 1,
 ) -> None:
     """Run ``work`` beside the sync and the fleet's supervision."""
 
@@ -63,7 +66,8 @@ def with_sync(
         clients = [client(i) for i in range(servers)]
         fleet = fake_fleet(cfg, Changes(), clients, Path("/nowhere"))
         sync = WeightSync(
-            fleet, pause_mode="retract", timeout_s=timeout_s, evaluators=fleet.servers[:evaluators],
+            fleet, Updater(lambda weights: TensorCourier(), "retract"), wave=wave, timeout_s=timeout_s,
+            evaluators=fleet.servers[:evaluators],
             is_pinned=lambda number: number in pinned,
         )  # fmt: skip
         fleet.launch()

@@ -22,18 +22,25 @@ from vcpo_megatron.transport.control import (
     BatchReady,
     Checkpoint,
     CheckpointDone,
+    CloseGroups,
     ControlClient,
     ControlError,
     ControlServer,
     Error,
+    GroupOpened,
+    GroupsLost,
     Heartbeat,
     Hello,
+    OpenGroup,
     Probe,
     ProbeResult,
+    ReleaseWeights,
+    SendWeights,
     StepDone,
     Stop,
     SyncDone,
     WeightsReady,
+    WeightsSent,
     decode,
     encode,
 )
@@ -124,7 +131,15 @@ MESSAGES: list[Any] = [
     Stop("done"),
     Error("learner rank 1", "out of memory: 3 GiB asked for"),
     Heartbeat("learner rank 0", "waits for a batch (step 3)"),
+    OpenGroup("vcpo-1", 3),
+    GroupOpened("vcpo-1", "10.0.0.1", 4711, "gloo"),
+    SendWeights("vcpo-1", PolicyVersion(2, 7)),
+    WeightsSent("vcpo-1", PolicyVersion(2, 7), {"a.weight": "00ff"}),
+    CloseGroups("server 1 refused"),
+    GroupsLost("connection reset"),
+    ReleaseWeights(PolicyVersion(2, 6)),
 ]
+
 
 
 def same(a: Any, b: Any) -> bool:
@@ -225,8 +240,26 @@ def test_every_message_in_both_directions(address: str, client: ControlClient) -
             client.send(message)
             assert same(await server.receive(), message)
             await server.send(message)
-            answer = await asyncio.to_thread(client.receive, PATIENCE_S)
-            assert same(answer, message)
+            for_sender = isinstance(message, control.FOR_SENDER)
+            receive = client.receive_for_sender if for_sender else client.receive
+            assert same(await asyncio.to_thread(receive, PATIENCE_S), message)
+
+    run(scenario, address)
+
+
+def test_messages_for_the_sender_of_weights_do_not_wait_for_the_main_thread(
+    address: str, client: ControlClient
+) -> None:
+    version = PolicyVersion(1, 1)
+
+    async def scenario(server: ControlServer) -> None:
+        client.send(HELLO)
+        await server.receive()
+        for message in (Stop("done"), ReleaseWeights(version), SyncDone(version)):
+            await server.send(message)
+        assert await asyncio.to_thread(client.receive_for_sender, PATIENCE_S) == ReleaseWeights(version)
+        assert await asyncio.to_thread(client.receive_for_sender, PATIENCE_S) == SyncDone(version)
+        assert client.receive(0.0) == Stop("done") and client.receive_for_sender(0.0) is None
 
     run(scenario, address)
 

@@ -28,6 +28,7 @@ def problems(config: RunConfig) -> list[str]:
         *_training(config),
         *_rollout(config),
         *server_problems(config),
+        *_sync(config),
         *_replay(config),
         *_files(config),
         *_ports(config),
@@ -267,6 +268,18 @@ def _rollout(config: RunConfig) -> Iterator[str]:
             f"train.max_pack_tokens = {train.max_pack_tokens}: a prompt and the "
             f"rollout.max_new_tokens = {rollout.max_new_tokens} of its answer would not fit one pack; raise it"
         )
+
+
+def _sync(config: RunConfig) -> Iterator[str]:
+    """How weights reach the servers."""
+    rollout = config.rollout
+    if rollout.sync == "tensor" and rollout.tensor_parallel > 1:
+        yield (
+            f'rollout.sync = "tensor": a server of tensor_parallel = {rollout.tensor_parallel} would need every bucket '
+            'once for each of its ranks; use "distributed" or "disk"'
+        )
+    if rollout.fleet_size and rollout.sync_wave > rollout.fleet_size:
+        yield f"rollout.sync_wave = {rollout.sync_wave}: there are {rollout.fleet_size} servers; lower it"
 
 
 def _replay(config: RunConfig) -> Iterator[str]:

@@ -186,6 +186,14 @@ class RolloutConfig(Section):
     routing_replay: bool = Field(
         False, description="the learner's routers send tokens to the experts that the server had chosen"
     )
+    sync: Literal["auto", "tensor", "distributed", "disk"] = Field(
+        "auto",
+        description="how weights reach the servers: over HTTP, by one broadcast, or by a disk that they share; auto: "
+        "distributed where the learner has GPUs or a server has several, else tensor",
+    )
+    sync_wave: int = Field(1, ge=1, description="servers that are updated, hence paused, at a time")
+    verify_sync: bool = Field(False, description="compare checksums of what a server holds after every update")
+    bucket_bytes: int = Field(256 << 20, ge=1, description="bytes of weights that are sent at a time")
     max_restarts: int = Field(0, ge=0, description="restarts of a server that died, before its death ends the run")
     on_failure: Literal["drop", "resample"] = Field(
         "drop", description="a failed trajectory ends its group, or another sample takes its place"

@@ -105,6 +105,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def weights(self) -> Path:
+        """Folders of weights on their way to the servers, with ``rollout.sync`` = "disk"."""
+        return self.path / "weights"
+
+    @property
     def exports(self) -> Path:
         return self.path / "exports"
 

@@ -56,6 +56,17 @@ class WeightGatherer:
         holders = [first[part] for part in sorted(first)]
         return holders if family.partition_dim(name) is not None else holders[:1]
 
+    def shards(self) -> dict[str, torch.Tensor]:
+        """What a gather takes from this rank: its parameters by Megatron name, not copied."""
+        rank = self._parallel.rank
+        return {
+            name: self._own[name].data for name, holders in self._plan if rank in {holder.rank for holder in holders}
+        }
+
+    def outline(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every HF tensor, in the order of ``gather``."""
+        return self._trainable.family.outline(self._trainable.shape, self._trainable.chunks[0].config.params_dtype)
+
     def gather(
         self, value: Callable[[torch.nn.Parameter], torch.Tensor] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -64,28 +75,34 @@ class WeightGatherer:
         ``value`` picks what is gathered in place of everything that is stored: something of each parameter, all of
         one dtype, such as its gradient. Every rank must run the iterator to its end.
         """
+        if value is None:
+            return self.stream(lambda name: self._own[name].data, self._parallel.command_group)
+        return self._stream(lambda name: value(self._own[name]), self._parallel.command_group, parameters_only=True)  # type: ignore[arg-type]
+
+    def stream(
+        self, shard: Callable[[str], torch.Tensor], group: dist.ProcessGroup | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As ``gather``: ``shard(Megatron name)`` is this rank's part, ``group`` is gloo's over all ranks."""
+        return self._stream(shard, group, parameters_only=False)
+
+    def _stream(
+        self, shard: Callable[[str], torch.Tensor], group: dist.ProcessGroup | None, *, parameters_only: bool
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        rank, family = self._parallel.rank, self._trainable.family
         for name, holders in self._plan:
-            if value is not None and self._trainable.family.place(name).row.float32:
+            if parameters_only and family.place(name).row.float32:
                 continue  # no parameter
-            if self._parallel.rank == 0:
-                parts = [self._fetch(holder, name, value) for holder in holders]
-                yield from self._trainable.family.to_hf(name, parts, self._trainable.shape)
-            elif self._parallel.rank in {holder.rank for holder in holders}:
-                shard = self._picked(name, value).contiguous()
-                dist.send(shard, 0, group=self._parallel.command_group)
-
-    def _picked(self, name: str, value: Callable[[torch.nn.Parameter], torch.Tensor] | None) -> torch.Tensor:
-        own = self._own[name]
-        return (own.data if value is None else value(own)).detach().to("cpu")  # type: ignore[arg-type]
-
-    def _fetch(
-        self, holder: _Held, name: str, value: Callable[[torch.nn.Parameter], torch.Tensor] | None
-    ) -> torch.Tensor:
-        if holder.rank == 0:
-            return self._picked(name, value)
-        shape, dtype = holder.parameters[name]
-        if value is not None:
-            dtype = self._picked(next(iter(self._own)), value).dtype
-        received = torch.empty(shape, dtype=dtype)
-        dist.recv(received, holder.rank, group=self._parallel.command_group)
-        return received
+            if rank == 0:
+                parts = []
+                for holder in holders:
+                    if holder.rank == 0:
+                        parts.append(shard(name).detach().to("cpu"))
+                        continue
+                    shape, dtype = holder.parameters[name]
+                    if parameters_only:
+                        dtype = shard(next(iter(self._own))).dtype
+                    parts.append(torch.empty(shape, dtype=dtype))
+                    dist.recv(parts[-1], holder.rank, group=group)
+                yield from family.to_hf(name, parts, self._trainable.shape)
+            elif rank in {holder.rank for holder in holders}:
+                dist.send(shard(name).detach().to("cpu").contiguous(), 0, group=group)

@@ -7,9 +7,8 @@ The loop (all ranks)    consumes: commands      produces: StepDone, WeightsReady
                         unblocked by: a message, or rank 0's idle command every few seconds (so that a
                         silent orchestrator never lets a collective run into its deadline)
 
-Weights of every version go out right after the step; the next ones wait until the orchestrator has
-taken over the last (SyncDone), which bounds memory to one set. A checkpoint is written by a thread while further
-commands are served; it is looked after between commands.
+Weights of every version are copied right after the step and sent by a thread of their own (sender.py). A checkpoint
+is written by a thread while further commands are served; it is looked after between commands.
 """
 
 from __future__ import annotations
@@ -39,17 +38,15 @@ from ..transport.control import (
     StepDone,
     StepLeft,
     Stop,
-    SyncDone,
-    WeightsReady,
     decode,
     encode,
 )
-from ..transport.weights import buckets, serialize_bucket
 from ..types import Batch, PolicyVersion
 from .checkpoint import Checkpoints
 from .exporting import Exports
 from .parallel import Parallel, initialize
 from .scoring import score_tokens
+from .sender import WeightSender
 from .step import VcpoStep
 from .training import build_trainable
 from .weights import WeightGatherer
@@ -78,18 +75,23 @@ class Worker:
         self._checkpoints = Checkpoints(config, context.directory, self._parallel, trainable)
         if context.resume_step is not None:
             self._step.ess_state = self._checkpoints.load(context.resume_step)
-        self._gatherer = WeightGatherer(trainable, self._parallel)
-        self._exports = Exports(config, context.directory, self._parallel, trainable, self._gatherer)
+        gatherer = WeightGatherer(trainable, self._parallel)
+        self._exports = Exports(config, context.directory, self._parallel, trainable, gatherer)
+        # a replay has no servers
+        sends = config.rollout.engine != "replay"
+        self._sender = (
+            WeightSender(config, context, self._parallel, trainable, gatherer, self._control) if sends else None
+        )
         self._inbox: deque[Message] = deque()
         self._heard = time.monotonic()
-        self._published: PolicyVersion | None = None
-        self._taken_over: PolicyVersion | None = None
 
     def run(self) -> None:
         """Serve until Stop."""
         self._publish_weights()
         while True:
             self._now(f"idle at version {self._version}, waits for a batch")
+            if self._sender is not None:
+                self._sender.check()
             self._look_after_checkpoint()
             match self._next_command():
                 case BatchReady(batch):
@@ -128,8 +130,7 @@ class Worker:
         assert self._control is not None
         while (message := self._control.receive(0.0)) is not None:
             self._heard = time.monotonic()
-            if not self._note_sync(message):
-                self._inbox.append(message)
+            self._inbox.append(message)
         asked = [message for message in self._inbox if isinstance(message, LeaveStep)]
         return any(message.step == self._version.number for message in asked)
 
@@ -163,51 +164,29 @@ class Worker:
         if self._inbox:
             return self._inbox.popleft()
         idle_s = SAVING_S if self._checkpoints.busy else IDLE_S
-        while (message := self._control.receive(idle_s)) is not None:
+        if (message := self._control.receive(idle_s)) is not None:
             self._heard = time.monotonic()
-            if not self._note_sync(message):
-                return message
+            return message
         if time.monotonic() - self._heard > self._config.launch.timeout_s:
             raise ControlError(
                 f"the orchestrator was silent for {self._config.launch.timeout_s:g} s (launch.timeout_s); see its log"
             )
         return Heartbeat("learner", "idle")
 
-    def _note_sync(self, message: Message) -> bool:
-        if isinstance(message, SyncDone):
-            self._taken_over = message.version
-            return True
-        return False
-
     def _publish_weights(self) -> None:
-        """Send this version's weights once the orchestrator has taken over the last ones."""
-        pieces = [serialize_bucket(bucket) for bucket in buckets(self._gatherer.gather())]
-        if self._control is None:
-            return
-        if self._published is not None:
-            self._wait_for_takeover(self._published)
-        self._control.send(WeightsReady(self._version, tuple(pieces)))
-        self._published = self._version
-
-    def _wait_for_takeover(self, version: PolicyVersion) -> None:
-        assert self._control is not None
-        self._now(f"waits until the orchestrator takes over the weights of version {version}")
-        deadline = time.monotonic() + self._config.launch.timeout_s
-        while self._taken_over != version:
-            message = self._control.receive(max(0.0, deadline - time.monotonic()))
-            if message is None:
-                raise ControlError(
-                    f"the orchestrator did not take over the weights of version {version} within "
-                    f"{self._config.launch.timeout_s} s (launch.timeout_s)"
-                )
-            if not self._note_sync(message):
-                self._inbox.append(message)
+        """Copy this version's weights; the sender does the rest."""
+        if self._sender is not None:
+            self._now(f"copies the weights of version {self._version}")
+            self._sender.publish(self._version)
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the orchestrator why this rank ends."""
+        self._sender = None  # its thread, which may wait for other ranks, ends with the process
         self._say(Error(f"learner rank {self._parallel.rank}", f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
         if self._control is not None:
             self._control.close()
 

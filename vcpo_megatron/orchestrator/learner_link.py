@@ -27,6 +27,8 @@ from ..transport.control import (
     CheckpointDone,
     ControlError,
     Error,
+    GroupOpened,
+    GroupsLost,
     Heartbeat,
     Hello,
     LeaveStep,
@@ -38,6 +40,7 @@ from ..transport.control import (
     Stop,
     SyncDone,
     WeightsReady,
+    WeightsSent,
 )
 from ..types import Batch, PolicyVersion, StepResult
 
@@ -53,7 +56,8 @@ class ControlSocket(Protocol):
 
 
 class LearnerLink:
-    """``on_weights`` is called for every WeightsReady, before it is acknowledged. ``needs_weights``: it is an error
+    """``on_weights`` is called for every WeightsReady, before it is acknowledged, and ``on_sender`` for what else the
+    learner's sender of weights says. ``needs_weights``: it is an error
     when the learner does not send any after its start or after a step."""
 
     def __init__(
@@ -62,8 +66,10 @@ class LearnerLink:
         timeout_s: float,
         *,
         on_weights: Callable[[WeightsReady], None],
+        on_sender: Callable[[Message], None] = lambda message: None,
         needs_weights: bool = True,
     ) -> None:
+        self._on_sender = on_sender
         self._needs_weights = needs_weights
         self._socket = socket
         self._timeout_s = timeout_s
@@ -93,6 +99,8 @@ class LearnerLink:
                     self._owes_weights, self._weights = False, message.version
                     self._on_weights(message)
                     await self._socket.send(SyncDone(message.version))
+                case GroupOpened() | WeightsSent() | GroupsLost():
+                    self._on_sender(message)
                 case Hello():
                     if self._connected:
                         raise ControlError("the learner said hello twice: it was restarted behind the run's back")
@@ -171,6 +179,10 @@ class LearnerLink:
         """Tell the learner that the run failed, and why; nothing when it never connected."""
         if self._connected:
             await self._socket.send(Error("orchestrator", failure))
+
+    async def tell(self, message: Message) -> None:
+        """Send what the learner's sender of weights is to do."""
+        await self._socket.send(message)
 
     async def _ask(self, question: Message, kind: type[_M]) -> _M:
         return await self._answer(await self._put(question, kind), kind)

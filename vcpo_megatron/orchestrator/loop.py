@@ -40,6 +40,8 @@ from ..rollout.protocol import SamplingParams
 from ..transport.control import ControlError, WeightsReady
 from ..types import Batch, PolicyVersion
 from .batcher import Batcher
+from .checksums import ChecksumBook
+from .couriers import Couriers, GroupCourier
 from .evaluation import Evaluation, evaluating_servers
 from .exact import ExactRun, ExactSampler
 from .failures import FailureWindow, PromptFailures
@@ -55,6 +57,7 @@ from .store import ResumePlan, RolloutStore, StoreError, StoreReader
 from .tasks import RunError, StopRequest, run_all, run_beside
 from .trainer import Trainer
 from .weight_sync import WeightSync
+from .weight_update import Updater
 
 #: With base_ess_ratio = "auto" the first steps run without lag, to measure the ratio on-policy.
 AUTO_BASE_STEPS = 5
@@ -93,8 +96,13 @@ class Controller:
         self._version = PolicyVersion(context.attempt, context.resume_step or 0)
         self._recorder = Recorder(lambda: RolloutStore(context.directory.store), changed=self._changes.notify)
         self._link = LearnerLink(
-            parts.socket, config.launch.timeout_s, on_weights=self._on_weights, needs_weights=parts.fleet is not None
-        )
+            parts.socket, config.launch.timeout_s, on_weights=self._on_weights,
+            on_sender=lambda message: self._groups.heard(message), needs_weights=parts.fleet is not None,
+        )  # fmt: skip
+        self._groups = GroupCourier(
+            self._link.tell, prefix=f"vcpo-{context.token[:8]}-{context.attempt}", ranks=config.rollout.tensor_parallel,
+            timeout_s=config.rollout.sync_timeout_s,
+        )  # fmt: skip
         self._take_weights: Callable[[WeightsReady], None] = lambda weights: None
         self._log: MetricsLog | None = None
         self._describe: list[Callable[[], str]] = [self._link.describe]
@@ -328,10 +336,13 @@ class Controller:
         return Cursor(plan.next_cursor, plan.next_group_id, sorted(waiting | set(plan.requeue)))
 
     def _sync(self, fleet: Fleet, is_pinned: Callable[[int], bool] = lambda number: False) -> WeightSync:
+        """``lag`` = "exact" updates all servers together: none of them generates meanwhile."""
         rollout = self._config.rollout
+        book = ChecksumBook() if rollout.verify_sync else None
+        wave = rollout.sync_wave if self._config.staleness.lag == "bounded" else len(fleet.servers)
         return WeightSync(
-            fleet, pause_mode=rollout.pause_mode, timeout_s=rollout.sync_timeout_s,
-            evaluators=evaluating_servers(fleet.servers), is_pinned=is_pinned,
+            fleet, Updater(Couriers(self._groups), rollout.pause_mode, book), wave=wave,
+            timeout_s=rollout.sync_timeout_s, evaluators=evaluating_servers(fleet.servers), is_pinned=is_pinned,
         )  # fmt: skip
 
     def _generation_rules(self) -> GenerationRules:

@@ -1,35 +1,37 @@
-"""Weights from the learner to the rollout servers: one owner, one state machine a server.
+"""Weights from the learner to the rollout servers: which server needs which version, and whose turn it is.
 
-    learner --WeightsReady--> offer --> newest --+                   +--> server: pause, begin, buckets,
-                               |                 +--> target(server) +     end, continue --> fleet.loaded
-                               +--> pinned ------+                   +--> ...
+    learner --WeightsReady--> offer --> newest --+                   +--> wave: pause ... continue --> fleet.loaded
+                               |                 +--> target(server) +--> wave ...
+                               +--> pinned ------+
                               (an evaluation is due at this version)
 
 ``offer``              consumes: WeightsReady           produces: the newest payload; a pinned one if evaluation is due
-``_keep_current``      consumes: a server's target      produces: ``fleet.loaded``, which wakes admission
-  (one a server)       waits for: a target that the server does not hold
-                       unblocked by: offer, unpin, a restart (the server is EMPTY)
-``pinned_loaded``      waits for: the evaluating servers at the pinned version    unblocked by: ``_keep_current``
+``run``                consumes: servers' targets       produces: ``fleet.loaded``, which wakes admission
+                       waits for: a target that a server does not hold, and its turn
+                       unblocked by: offer, unpin, a restart (the server is EMPTY), the end of a wave
+``pinned_loaded``      waits for: the evaluating servers at the pinned version    unblocked by: ``run``
 
-Servers are updated independently of each other; a slow one skips versions. An evaluating server's target stays
-the pinned version until ``unpin``: its updates are deferred, not missed. A refused update is tried once more, whole;
-then the run ends. A server that does not take an update within ``rollout.sync_timeout_s`` is replaced if it may be
-restarted, else the run ends.
+Updates roll: at most ``wave`` servers are paused at a time, those without a version first, then the oldest; all at
+once while none serves. Every server has a version of its own, and skips versions that came while others were updated.
+An evaluating server's target stays the pinned version until ``unpin``: its updates are deferred, not missed. A refused
+update is tried once more, whole; then the run ends. A server that does not take an update within
+``rollout.sync_timeout_s`` is replaced if it may be restarted, else the run ends. Of a wave that shares a broadcast it
+is not known for certain who failed: its servers are then updated again, each alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
-from ..rollout.client import ServerClient, ServerError, ServerUnavailable
+from ..rollout.client import ServerUnavailable
 from ..rollout.fleet import Fleet, Server
-from ..rollout.protocol import PauseMode, ProtocolError
 from ..transport.control import WeightsReady
 from ..types import PolicyVersion
-from .tasks import run_all
+from .tasks import cancel
+from .weight_update import Updater, Wave, WaveFailed
 
 
 class SyncError(RuntimeError):
@@ -43,26 +45,32 @@ class WeightSync:
     def __init__(
         self,
         fleet: Fleet,
+        updater: Updater,
         *,
-        pause_mode: PauseMode,
+        wave: int,
         timeout_s: float,
         evaluators: Sequence[Server] = (),
         is_pinned: Callable[[int], bool] = lambda number: False,
     ) -> None:
         self._fleet = fleet
-        self._pause_mode = pause_mode
+        self._updater = updater
+        self._wave = wave
         self._timeout_s = timeout_s
         self.evaluators = tuple(evaluators)
         self._is_pinned = is_pinned
         self._newest: WeightsReady | None = None
         self._pinned: WeightsReady | None = None
+        self._held: dict[PolicyVersion, WeightsReady] = {}  # offered and not released
+        self._waves: dict[asyncio.Task[None], Wave | None] = {}  # None: a release
+        self._alone: set[Server] = set()
+        self._refusals: dict[Server, int] = {}
         self._seconds = 0.0
 
     # --- what is to be loaded -----------------------------------------------------------------
 
     def offer(self, weights: WeightsReady) -> None:
         """Take over the learner's newest weights; the ones before are forgotten unless they are pinned."""
-        self._newest = weights
+        self._newest = self._held[weights.version] = weights
         if self._is_pinned(weights.version.number):
             if self._pinned is not None:
                 raise SyncError(
@@ -111,69 +119,127 @@ class WeightSync:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    # --- the loops ----------------------------------------------------------------------------
+    # --- whose turn it is ---------------------------------------------------------------------
 
     async def run(self) -> None:
         """Keep every server at its target until cancelled; SyncError when one cannot be."""
-        await run_all(*(self._keep_current(server) for server in self._fleet.servers))
+        try:
+            while True:
+                for task in [task for task in self._waves if task.done()]:
+                    del self._waves[task]
+                    task.result()
+                if (wave := self._next_wave()) is not None:
+                    for server in wave.servers:
+                        server.updating = True
+                    self._start(self._update(wave), wave)
+                elif (old := self._unused()) is not None:
+                    self._start(self._updater.courier(old).release(old), None)
+                else:
+                    await self._fleet.changes.wait()
+        finally:
+            await cancel(*self._waves)
 
-    async def _keep_current(self, server: Server) -> None:
-        refusals = 0
+    def _start(self, work: Coroutine[Any, Any, None], wave: Wave | None) -> None:
+        task = asyncio.ensure_future(work)
+        self._waves[task] = wave
+        task.add_done_callback(lambda _: self._fleet.changes.notify())
 
-        def work() -> WeightsReady | None:
-            target = self._target(server)
-            if target is None or not server.available or server.version == target.version:
-                return None
-            return target if self._fleet.check(server) else None
+    def _unused(self) -> WeightsReady | None:
+        """Weights, no longer held, that nobody will be given any more."""
+        used = {wave.weights.version for wave in self._waves.values() if wave is not None}
+        used |= {weights.version for weights in (self._newest, self._pinned) if weights is not None}
+        version = next((version for version in self._held if version not in used), None)
+        return None if version is None else self._held.pop(version)
 
-        while True:
-            target = await self._fleet.changes.until(work)
-            started, process = time.monotonic(), server.process
-            server.updating = True
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    await self._push(server.client, target)
-            except (ServerError, ProtocolError) as error:
-                self._fleet.missed(server)
-                refusals += 1
-                if refusals > 1:
-                    raise SyncError(
-                        f"{server.name} refused weights {target.version} twice: {error}, see {server.log}"
-                    ) from error
-                print(f"{server.name} refused weights {target.version} ({error}); trying once more", flush=True)
-            except (ServerUnavailable, TimeoutError) as error:
-                self._fleet.missed(server)
-                await self._unreachable(server, target, error)
-            else:
-                refusals = 0
-                self._seconds = max(self._seconds, time.monotonic() - started)
+    def _next_wave(self) -> Wave | None:
+        servers = self._fleet.servers
+        due = [(server, target) for server in servers if (target := self._due(server)) is not None]
+        if not due:
+            return None
+        due.sort(key=lambda pair: (_age(pair[0]), pair[0].index))
+        rolls = any(server.serving for server in servers)
+        busy = sum(server.updating for server in servers)
+        if busy >= (self._wave if rolls else len(servers)):
+            return None
+        first, target = due[0]
+        if not self._updater.courier(target).together:
+            return Wave([first], target)
+        if busy:  # the learner sends one broadcast at a time
+            return None
+        if first in self._alone:
+            return Wave([first], target)
+        chosen = [server for server, wanted in due if wanted is target and server not in self._alone]
+        if rolls:  # the same servers together every time, so that their group is used again
+            chosen = [server for server in chosen if server.index // self._wave == first.index // self._wave]
+        return Wave(sorted(chosen, key=lambda server: server.index), target)
+
+    def _due(self, server: Server) -> WeightsReady | None:
+        """What ``server`` is to be given now, if anything."""
+        target = self._target(server)
+        if target is None or not server.available or server.updating or server.version == target.version:
+            return None
+        return target if self._fleet.check(server) else None
+
+    # --- one wave -----------------------------------------------------------------------------
+
+    async def _update(self, wave: Wave) -> None:
+        started = time.monotonic()
+        processes = [server.process for server in wave.servers]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._updater.run(wave)
+        except WaveFailed as failure:
+            await self._failed(wave, failure.cause)
+        except TimeoutError as error:
+            await self._failed(wave, error)
+        else:
+            self._seconds = max(self._seconds, time.monotonic() - started)
+            for server, process in zip(wave.servers, processes, strict=True):
+                self._refusals.pop(server, None)
+                self._alone.discard(server)
                 if server.process is process:
-                    self._fleet.loaded(server, target.version)
-            finally:
+                    self._fleet.loaded(server, wave.weights.version)
+        finally:
+            for server in wave.servers:
                 server.updating = False
 
-    async def _unreachable(self, server: Server, target: WeightsReady, error: Exception) -> None:
-        """The server died (supervision restarts it), or it lives and is replaced if that is allowed."""
-        if not self._fleet.check(server):
+    async def _failed(self, wave: Wave, error: Exception) -> None:
+        """The wave's servers hold no known version. Who failed is known when there is only one."""
+        for server in wave.servers:
+            self._fleet.missed(server)
+        version = wave.weights.version
+        if len(wave.servers) > 1:
+            self._alone |= set(wave.servers)
+            names = ", ".join(server.name for server in wave.servers)
+            print(f"weights {version} did not reach {names} ({_why(wave, error)}); trying each alone", flush=True)
             return
+        (server,) = wave.servers
+        if not self._fleet.check(server):
+            return  # it died; supervision restarts it
+        if isinstance(error, ServerUnavailable | TimeoutError):
+            await self._unreachable(server, wave, error)
+            return
+        refusals = self._refusals[server] = self._refusals.get(server, 0) + 1
+        if refusals > 1:
+            raise SyncError(f"{server.name} refused weights {version} twice: {error}, see {server.log}") from error
+        print(f"{server.name} refused weights {version} ({error}); trying once more", flush=True)
+
+    async def _unreachable(self, server: Server, wave: Wave, error: Exception) -> None:
+        """The server lives and does not answer: it is replaced if that is allowed."""
         if server.starts > self._fleet.options.max_restarts:
-            what = f"within {self._timeout_s:g} s (rollout.sync_timeout_s)" if isinstance(error, TimeoutError) else ""
+            limit = f"within {self._timeout_s:g} s (rollout.sync_timeout_s) in step: {wave.at}"
             raise SyncError(
-                f"{server.name} did not take weights {target.version} {what or f'({error})'}, see {server.log}; "
+                f"{server.name} did not take weights {wave.weights.version} "
+                f"{limit if isinstance(error, TimeoutError) else f'({error})'}, see {server.log}; "
                 f"rollout.max_restarts is {self._fleet.options.max_restarts}"
             ) from error
         await self._fleet.replace(server)
 
-    async def _push(self, client: ServerClient, weights: WeightsReady) -> None:
-        """One whole update. After a refusal the server stays paused: what it holds is no version."""
-        await client.pause(self._pause_mode)
-        await client.begin_weight_update()
-        try:
-            for bucket in weights.buckets:
-                await client.update_weights_from_tensor(bucket, str(weights.version), flush_cache=False)
-        except (ServerError, ProtocolError):
-            with contextlib.suppress(ServerError, ProtocolError):  # so that the next begin is not refused
-                await client.end_weight_update()
-            raise
-        await client.end_weight_update()
-        await client.resume()
+
+def _age(server: Server) -> int:
+    """Number of the version, -1 without one: lower is more urgent."""
+    return -1 if server.version is None else server.version.number
+
+
+def _why(wave: Wave, error: Exception) -> str:
+    return f"out of time in step: {wave.at}" if isinstance(error, TimeoutError) else str(error)

@@ -156,6 +156,33 @@ class ServerClient:
         body = protocol.update_weights_from_tensor_body(bucket, version, flush_cache)
         await self._control(protocol.UPDATE_WEIGHTS_FROM_TENSOR, body)
 
+    async def init_weights_update_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Join the broadcast group of a sender; answered when all its members are there."""
+        body = protocol.init_weights_update_group_body(address, port, rank_offset, world_size, group_name, backend)
+        await self._control(protocol.INIT_WEIGHTS_UPDATE_GROUP, body)
+
+    async def update_weights_from_distributed(
+        self, entries: Sequence[Sequence[Any]], group_name: str, version: str, flush_cache: bool = False
+    ) -> None:
+        """Take one flattened bucket that is broadcast in the group, between begin and end."""
+        body = protocol.update_weights_from_distributed_body(entries, group_name, version, flush_cache)
+        await self._control(protocol.UPDATE_WEIGHTS_FROM_DISTRIBUTED, body)
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        await self._control(protocol.DESTROY_WEIGHTS_UPDATE_GROUP, {"group_name": group_name})
+
+    async def update_weights_from_disk(self, path: str, version: str, flush_cache: bool = False) -> None:
+        """Load all weights from the safetensors in folder ``path``; no session is needed."""
+        body = protocol.update_weights_from_disk_body(path, version, flush_cache)
+        await self._control(protocol.UPDATE_WEIGHTS_FROM_DISK, body)
+
+    async def weights_checksums(self) -> list[dict[str, str]]:
+        """Checksums of what the server holds, by parameter name, one dict a rank of the server."""
+        reply = await self._post(protocol.WEIGHTS_CHECKER, {"action": "checksum"})
+        return list(self._parsed(protocol.WEIGHTS_CHECKER, protocol.parse_checksums, reply))
+
     async def end_weight_update(self) -> None:
         await self._bracket(protocol.END_WEIGHT_UPDATE)
 

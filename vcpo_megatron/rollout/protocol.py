@@ -26,6 +26,9 @@ FLUSH_CACHE = "/flush_cache"
 BEGIN_WEIGHT_UPDATE = "/begin_weight_update"
 END_WEIGHT_UPDATE = "/end_weight_update"
 UPDATE_WEIGHTS_FROM_TENSOR = "/update_weights_from_tensor"
+UPDATE_WEIGHTS_FROM_DISTRIBUTED = "/update_weights_from_distributed"
+INIT_WEIGHTS_UPDATE_GROUP = "/init_weights_update_group"
+DESTROY_WEIGHTS_UPDATE_GROUP = "/destroy_weights_update_group"
 UPDATE_WEIGHTS_FROM_DISK = "/update_weights_from_disk"
 UPDATE_WEIGHT_VERSION = "/update_weight_version"
 WEIGHTS_CHECKER = "/weights_checker"
@@ -242,6 +245,32 @@ def update_weights_from_tensor_body(bucket: bytes, version: str, flush_cache: bo
     return b'{"serialized_named_tensors": ["' + bucket + b'"], ' + rest[1:].encode()
 
 
+def update_weights_from_distributed_body(
+    entries: Sequence[Sequence[Any]], group_name: str, version: str, flush_cache: bool = False
+) -> dict[str, Any]:
+    """Body of ``/update_weights_from_distributed`` for one flattened bucket of [name, dtype, shape] entries."""
+    names, dtypes, shapes = (list(column) for column in zip(*entries, strict=True))
+    return {
+        "names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name, "flush_cache": flush_cache,
+        "weight_version": version, "load_format": "flattened_bucket",
+    }  # fmt: skip
+
+
+def init_weights_update_group_body(
+    address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+) -> dict[str, Any]:
+    """Body of ``/init_weights_update_group``: a server's tensor-parallel ranks are rank_offset, rank_offset + 1, ..."""
+    return {
+        "master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size,
+        "group_name": group_name, "backend": backend,
+    }  # fmt: skip
+
+
+def update_weights_from_disk_body(path: str, version: str, flush_cache: bool = False) -> dict[str, Any]:
+    """Body of ``/update_weights_from_disk``."""
+    return {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
+
+
 # ---------------------------------------------------------------- reply parsers
 
 
@@ -314,6 +343,16 @@ def parse_success(reply: object) -> str:
     if isinstance(reply, Mapping) and reply.get("success", True) is True:
         return message
     raise ProtocolError(f"refused: {message}")
+
+
+def parse_checksums(reply: object) -> list[dict[str, str]]:
+    """Checksums by parameter name, one dict a rank of the server, from the answer of ``/weights_checker``."""
+    parse_success(reply)
+    ranks = _field(reply, "ranks", "weights_checker reply")
+    found = [_field(rank, "checksums", "weights_checker reply") for rank in ranks]
+    if not found or not all(isinstance(rank, Mapping) and rank for rank in found):
+        raise ProtocolError("weights_checker reply holds no checksums")
+    return [dict(rank) for rank in found]
 
 
 def _check_stop(reason: Mapping[str, Any], output_ids: Sequence[int]) -> None:

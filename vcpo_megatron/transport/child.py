@@ -4,7 +4,7 @@ Three things together guarantee it, on Linux:
 
 - PR_SET_PDEATHSIG: the kernel sends the child SIGKILL when its parent dies, kill -9 included. The signal is
   bound to the *thread* that forked: it also fires when that thread ends. ``start_child`` therefore refuses to
-  run outside the main thread.
+  run outside the main thread, unless it is told that the child may end with its thread.
 - An own session, hence an own process group: grandchildren that stay in the group (data workers, the manager
   process that a Megatron checkpoint save leaves behind) are killed with the child by ``stop_child``, whether the
   child is still alive or not.
@@ -53,15 +53,19 @@ def _die_with(parent: int) -> Callable[[], None]:
     return prepare
 
 
-def start_child(command: Sequence[str], *, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+def start_child(
+    command: Sequence[str], *, env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = (),
+    with_thread: bool = False,
+) -> subprocess.Popen[bytes]:  # fmt: skip
     """Start ``command`` in its own session; it gets SIGKILL when this process dies, and ignores SIGUSR1: the warning
     that a batch system sends to every process is for the supervisor.
 
     ``env`` is added to this process's environment. Standard input is empty; standard output and error are
     appended to ``log``, whose folder is made. Call it from the main thread: RuntimeError otherwise, because the
-    child would die with the thread. OSError when the command cannot be executed.
+    child would die with the thread, unless ``with_thread`` says that it may. ``pass_fds`` stay open in the child.
+    OSError when the command cannot be executed.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() and not with_thread:
         raise RuntimeError(f"{command[0]}: children are started from the main thread only: they die with the thread")
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as output:
@@ -75,6 +79,7 @@ def start_child(command: Sequence[str], *, env: Mapping[str, str], log: Path) ->
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=tuple(pass_fds),
             preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509 - one system call, takes no lock
         )
 

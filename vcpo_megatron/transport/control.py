@@ -4,6 +4,9 @@
         <-- Hello        once, with the run's token
         <-- WeightsReady after the start and after every step, followed by its buckets
         --> SyncDone     the weights were taken over; the next ones may come
+        --> OpenGroup    <-- GroupOpened    rollout.sync = "distributed": servers and sender meet at an address
+        --> SendWeights  <-- WeightsSent    all buckets of a version, broadcast in the order of its plan
+        --> CloseGroups, ReleaseWeights     <-- GroupsLost
         --> Probe        <-- ProbeResult
         --> BatchReady   <-- StepDone, or StepLeft
         --> LeaveStep    asks for StepLeft; StepDone comes all the same when the step is too far
@@ -45,18 +48,82 @@ class Hello:
 
 @dataclass(frozen=True)
 class WeightsReady:
-    """All tensors of ``version`` under Hugging Face names, as opaque serialized buckets.
+    """All tensors of ``version`` under Hugging Face names can be had, in one of three ways.
 
-    Each bucket is what SGLang's ``update_weights_from_tensor`` takes as one element of
-    ``serialized_named_tensors`` (base64 text as bytes); the orchestrator forwards it unread.
+    buckets    rollout.sync = "tensor": serialized, opaque; each is what SGLang's ``update_weights_from_tensor`` takes
+               as one element of ``serialized_named_tensors`` (base64 text as bytes), forwarded unread
+    path       "disk": a folder of safetensors, complete
+    plan       "distributed": buckets in the order in which they will be broadcast, each a list of
+               [name, dtype, shape]
+    checksums  name of a server's parameter -> checksum, with ``rollout.verify_sync``; for "distributed" they come
+               with WeightsSent
     """
 
     version: PolicyVersion
-    buckets: tuple[bytes, ...]
+    buckets: tuple[bytes, ...] = ()
+    path: str = ""
+    plan: list[Any] = field(default_factory=list)
+    checksums: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SyncDone:
+    version: PolicyVersion
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """Asks the sender to wait, as rank 0, for the servers of group ``name``; ``world_size`` counts it."""
+
+    name: str
+    world_size: int
+
+
+@dataclass(frozen=True)
+class GroupOpened:
+    """The servers of group ``name`` are awaited at ``address``:``port``; ``backend`` is torch's."""
+
+    name: str
+    address: str
+    port: int
+    backend: str
+
+
+@dataclass(frozen=True)
+class SendWeights:
+    """Asks the sender to broadcast all buckets of ``version`` in group ``name``."""
+
+    name: str
+    version: PolicyVersion
+
+
+@dataclass(frozen=True)
+class WeightsSent:
+    """Every bucket has left. ``checksums`` as in WeightsReady."""
+
+    name: str
+    version: PolicyVersion
+    checksums: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CloseGroups:
+    """Ends every group at once, also in the middle of a broadcast."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class GroupsLost:
+    """A broadcast failed; no group is left."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReleaseWeights:
+    """``version`` will not be asked for any more."""
+
     version: PolicyVersion
 
 
@@ -135,8 +202,11 @@ class Heartbeat:
 
 Message = (
     Hello | WeightsReady | SyncDone | Probe | ProbeResult | BatchReady | StepDone | LeaveStep | StepLeft | Checkpoint
-    | CheckpointDone | Stop | Error | Heartbeat
+    | CheckpointDone | Stop | Error | Heartbeat | OpenGroup | GroupOpened | SendWeights | WeightsSent | CloseGroups
+    | GroupsLost | ReleaseWeights
 )  # fmt: skip
+#: What the learner's sender of weights reads, whatever its main thread does meanwhile.
+FOR_SENDER = (SyncDone, OpenGroup, SendWeights, CloseGroups, ReleaseWeights)
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in Message.__args__}
 
 
@@ -332,7 +402,8 @@ class ControlServer:
 
 
 class ControlClient:
-    """Learner rank 0's end, used from one thread.
+    """Learner rank 0's end: ``receive`` is for its main thread, ``receive_for_sender`` for the one that sends weights,
+    ``send`` for both.
 
     A thread of its own owns the socket, so that a Heartbeat goes out every ``heartbeat_s`` seconds
     however long a step takes; ``doing`` is what it says. A hung collective is not hidden by that: it
@@ -344,7 +415,10 @@ class ControlClient:
         self._sender = sender
         self._heartbeat_s = heartbeat_s
         self._context = zmq.Context()
-        self._inbox: queue.Queue[list[bytes]] = queue.Queue()
+        self._inbox: queue.Queue[Message] = queue.Queue()
+        self._sender_inbox: queue.Queue[Message] = queue.Queue()
+        self._malformed: ControlError | None = None
+        self._sending = threading.Lock()
         self._outbox = self._context.socket(zmq.PAIR)
         self._outbox.bind("inproc://outbox")
         self._thread = threading.Thread(target=self._pump, args=(address,), name="control", daemon=True)
@@ -371,29 +445,55 @@ class ControlClient:
                     break
                 wire.send_multipart(frames)
             if wire in ready:
-                self._inbox.put(wire.recv_multipart())
+                self._sort(wire.recv_multipart())
             if time.monotonic() >= last + self._heartbeat_s:
                 wire.send_multipart(encode(Heartbeat(self._sender, self.doing)))
                 last = time.monotonic()
         outgoing.close()
         wire.close()
 
+    def _sort(self, frames: list[bytes]) -> None:
+        """To the thread that a message is for; one that is malformed is the main thread's to report."""
+        try:
+            message = decode(frames)
+        except ControlError as error:
+            self._malformed = error
+            message = Heartbeat("control", "a malformed message")  # wakes the main thread
+        (self._sender_inbox if isinstance(message, FOR_SENDER) else self._inbox).put(message)
+
     def send(self, message: Message) -> None:
-        self._outbox.send_multipart(encode(message))
+        frames = encode(message)
+        with self._sending:
+            self._outbox.send_multipart(frames)
 
     def receive(self, timeout_s: float) -> Message | None:
-        """Next message of the orchestrator, or None when none came in ``timeout_s`` seconds.
+        """Next message for the main thread, or None when none came in ``timeout_s`` seconds.
 
         ControlError when it is malformed.
         """
         try:
-            return decode(self._inbox.get(timeout=timeout_s))
+            message = self._inbox.get(block=timeout_s > 0, timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if self._malformed is not None:
+            raise self._malformed
+        return message
+
+    def post_to_sender(self, message: Message) -> None:
+        """Give the sender of weights a message of this process."""
+        self._sender_inbox.put(message)
+
+    def receive_for_sender(self, timeout_s: float) -> Message | None:
+        """Next message that concerns the sending of weights, or None when none came in ``timeout_s`` seconds."""
+        try:
+            return self._sender_inbox.get(block=timeout_s > 0, timeout=timeout_s)
         except queue.Empty:
             return None
 
     def close(self) -> None:
         """Send what is left (2 s at most) and end the thread."""
-        self._outbox.send(b"")
+        with self._sending:
+            self._outbox.send(b"")
         self._thread.join()
         self._outbox.close()
         self._context.term()

@@ -1,15 +1,15 @@
-"""Tensors on their way to a rollout server: buckets as SGLang's ``update_weights_from_tensor`` takes them."""
+"""Tensors on their way to a rollout server: cut into buckets, and serialized as SGLang takes them over HTTP."""
 
 from __future__ import annotations
 
 import base64
+import itertools
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-#: Bytes of tensors in one bucket, unless a single tensor is larger.
-BUCKET_BYTES = 256 << 20
+from .groups import dtype_name
 
 
 def serialize_bucket(tensors: list[tuple[str, torch.Tensor]]) -> bytes:
@@ -19,7 +19,7 @@ def serialize_bucket(tensors: list[tuple[str, torch.Tensor]]) -> bytes:
 
 
 def buckets(
-    tensors: Iterable[tuple[str, torch.Tensor]], limit: int = BUCKET_BYTES
+    tensors: Iterable[tuple[str, torch.Tensor]], limit: int
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Cut a stream of named tensors into runs of at most ``limit`` bytes (a larger tensor goes alone)."""
     bucket: list[tuple[str, torch.Tensor]] = []
@@ -32,3 +32,16 @@ def buckets(
         size += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def plan_buckets(outline: Mapping[str, tuple[tuple[int, ...], torch.dtype]], limit: int) -> list[list[list[object]]]:
+    """How ``buckets`` will cut tensors of these shapes and dtypes: [name, dtype, shape] of each tensor of each bucket.
+
+    A tensor must begin at a multiple of its size: another dtype begins another bucket.
+    """
+    plan: list[list[list[object]]] = []
+    for dtype, run in itertools.groupby(outline.items(), key=lambda item: item[1][1]):
+        blanks = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, _) in run)
+        for bucket in buckets(blanks, limit):
+            plan.append([[name, dtype_name(dtype), list(tensor.shape)] for name, tensor in bucket])
+    return plan

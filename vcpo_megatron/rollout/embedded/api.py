@@ -17,6 +17,7 @@ from aiohttp import web
 from .. import protocol
 from .engine import Engine, EngineFailed
 from .errors import ModelError, RequestError
+from .groups import WeightGroups
 from .loading import load_model
 from .requests import RequestParser
 from .scheduler import Scheduler
@@ -35,6 +36,7 @@ class Service:
     parser: RequestParser
     parameters: Parameters
     session: UpdateSession
+    groups: WeightGroups
     model_path: str
     dtype: str
     info: dict[str, Any]
@@ -103,6 +105,30 @@ class Service:
         bucket = await asyncio.to_thread(decode_bucket, texts[0])
         await self._before_update(body)
         self.session.require_open(protocol.UPDATE_WEIGHTS_FROM_TENSOR)
+        self.session.stage([bucket], version)
+        return _success(f"staged {len(bucket)} tensors")
+
+    async def init_weights_update_group(self, body: dict[str, Any]) -> web.Response:
+        await self.groups.join(body)
+        return _success("joined")
+
+    async def destroy_weights_update_group(self, body: dict[str, Any]) -> web.Response:
+        self.groups.leave(body)
+        return _success("left")
+
+    async def update_weights_from_distributed(self, body: dict[str, Any]) -> web.Response:
+        self.session.require_open(protocol.UPDATE_WEIGHTS_FROM_DISTRIBUTED)
+        try:
+            return await self._receive(body)
+        except RequestError as error:
+            self.session.refuse(str(error))
+            raise
+
+    async def _receive(self, body: dict[str, Any]) -> web.Response:
+        version = _version(body, "weight_version")
+        await self._before_update(body)
+        bucket = await self.groups.receive(body)
+        self.session.require_open(protocol.UPDATE_WEIGHTS_FROM_DISTRIBUTED)
         self.session.stage([bucket], version)
         return _success(f"staged {len(bucket)} tensors")
 
@@ -212,6 +238,9 @@ def make_app(service: Service) -> web.Application:
         protocol.BEGIN_WEIGHT_UPDATE: service.begin_weight_update,
         protocol.END_WEIGHT_UPDATE: service.end_weight_update,
         protocol.UPDATE_WEIGHTS_FROM_TENSOR: service.update_weights_from_tensor,
+        protocol.INIT_WEIGHTS_UPDATE_GROUP: service.init_weights_update_group,
+        protocol.DESTROY_WEIGHTS_UPDATE_GROUP: service.destroy_weights_update_group,
+        protocol.UPDATE_WEIGHTS_FROM_DISTRIBUTED: service.update_weights_from_distributed,
         protocol.UPDATE_WEIGHTS_FROM_DISK: service.update_weights_from_disk,
         protocol.UPDATE_WEIGHT_VERSION: service.update_weight_version,
         protocol.WEIGHTS_CHECKER: service.weights_checker,

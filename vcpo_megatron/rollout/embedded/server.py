@@ -126,6 +126,7 @@ def make_service(options: argparse.Namespace, on_failure: Callable[[], None]) ->
     """Loads the model and puts the parts together; ModelError when the folder cannot be served."""
     from .api import Service
     from .engine import Engine
+    from .groups import WeightGroups
     from .loading import context_length, load_model, load_tokenizer, read_config, stop_tokens
     from .model import build
     from .requests import RequestParser
@@ -151,6 +152,7 @@ def make_service(options: argparse.Namespace, on_failure: Callable[[], None]) ->
         ),
         parameters=parameters,
         session=UpdateSession(parameters),
+        groups=WeightGroups(),
         model_path=str(folder),
         dtype=options.dtype,
         info={

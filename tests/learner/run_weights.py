@@ -1,0 +1,132 @@
+"""Executed on every rank of a test world: one version of the weights, sent in each of the three ways."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.config.process import ProcessContext
+from vcpo_megatron.learner import platform
+from vcpo_megatron.transport.control import (
+    GroupOpened,
+    OpenGroup,
+    ReleaseWeights,
+    SendWeights,
+    SyncDone,
+    WeightsReady,
+    WeightsSent,
+)
+from vcpo_megatron.transport.groups import WeightGroup, find_store, flat_size, unflatten
+from vcpo_megatron.types import PolicyVersion
+
+PATIENCE_S = 60.0
+
+
+class Control:
+    """The orchestrator's end of the control socket, in the process of rank 0."""
+
+    def __init__(self) -> None:
+        self.said: queue.Queue[Any] = queue.Queue()
+        self.heard: queue.Queue[Any] = queue.Queue()
+
+    def send(self, message: Any) -> None:
+        self.said.put(message)
+
+    def post_to_sender(self, message: Any) -> None:
+        self.heard.put(message)
+
+    def receive_for_sender(self, timeout_s: float) -> Any:
+        try:
+            return self.heard.get(block=timeout_s > 0, timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def next(self, kind: type) -> Any:
+        message = self.said.get(timeout=PATIENCE_S)
+        assert isinstance(message, kind), message
+        return message
+
+
+def send_each(cases: list[RunConfig], run_dir: str) -> list[dict[str, Any]]:
+    """For each run: what arrived of six versions; the parameters change as soon as each is copied."""
+    platform.prepare()
+    from megatron.core import parallel_state
+
+    from vcpo_megatron.learner.model import build_model
+    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.sender import WeightSender
+    from vcpo_megatron.learner.weights import WeightGatherer
+
+    outcomes = []
+    for number, config in enumerate(cases):
+        parallel = initialize(config)
+        chunks, family, shape = build_model(config, parallel, load=True)
+        control = Control() if parallel.rank == 0 else None
+        context = ProcessContext(Path(run_dir) / str(number), 1, None, "token", "tcp://none", ())
+        trainable: Any = SimpleNamespace(chunks=chunks, family=family, shape=shape)
+        gatherer = WeightGatherer(trainable, parallel)
+        sender = WeightSender(config, context, parallel, trainable, gatherer, control)  # type: ignore[arg-type]
+        outcome = _versions(sender, control, chunks)
+        sender.close()
+        sender.check()
+        outcomes.append(outcome)
+        parallel_state.destroy_model_parallel()
+    return outcomes
+
+
+def _versions(sender: Any, control: Control | None, chunks: Any) -> dict[str, Any]:
+    """Publish 1.1, train on at once, publish 1.2 and so on, as many as room is made for."""
+    outcome: dict[str, Any] = {}
+    for number in range(1, 7):
+        version = PolicyVersion(1, number)
+        sender.publish(version)
+        with torch.no_grad():
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.add_(1.0)
+        if control is None:
+            continue
+        ready = control.next(WeightsReady)
+        assert ready.version == version
+        tensors, checksums = _receive(control, ready, number)
+        control.post_to_sender(SyncDone(version))
+        control.post_to_sender(ReleaseWeights(version))
+        if number == 1:
+            outcome = {"tensors": tensors, "checksums": checksums, "buckets": ready.plan}
+        elif number == 6:
+            outcome["last"] = tensors
+    return outcome
+
+
+def _receive(control: Control, ready: WeightsReady, number: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    import base64
+    import pickle
+
+    from safetensors.torch import load_file
+
+    if ready.path:
+        files = sorted(Path(ready.path).glob("*.safetensors"))
+        assert (Path(ready.path) / "config.json").is_file()
+        return {k: v for file in files for k, v in load_file(file).items()}, ready.checksums
+    if not ready.plan:
+        pairs = [pair for bucket in ready.buckets for pair in pickle.loads(base64.b64decode(bucket))]
+        return dict(pairs), ready.checksums
+    if number == 1:
+        control.post_to_sender(OpenGroup("g", 2))
+        opened = control.next(GroupOpened)
+        store = find_store("127.0.0.1", opened.port, PATIENCE_S)
+        control.group = WeightGroup(store, "g", 1, 2, "gloo", PATIENCE_S)  # type: ignore[attr-defined]
+    control.post_to_sender(SendWeights("g", ready.version))
+    found: dict[str, torch.Tensor] = {}
+    for entries in ready.plan:
+        flat = torch.empty(flat_size(entries), dtype=torch.uint8)
+        control.group.broadcast(flat)  # type: ignore[attr-defined]
+        found.update(unflatten(flat, entries))
+    return found, control.next(WeightsSent).checksums
+
+

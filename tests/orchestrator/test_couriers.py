@@ -1,0 +1,395 @@
+"""An update by broadcast, by a disk, and its verification: every transition, against servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.orchestrator.fake_run import URL, FakeClient, config, fake_fleet
+from vcpo_megatron.orchestrator.checksums import ChecksumBook, ChecksumError
+from vcpo_megatron.orchestrator.couriers import Couriers, GroupCourier
+from vcpo_megatron.orchestrator.tasks import run_beside
+from vcpo_megatron.orchestrator.weight_sync import SyncError, WeightSync
+from vcpo_megatron.orchestrator.weight_update import Updater
+from vcpo_megatron.rollout.client import ServerError
+from vcpo_megatron.rollout.fleet import Changes, Fleet
+from vcpo_megatron.transport.control import (
+    CloseGroups,
+    GroupOpened,
+    GroupsLost,
+    OpenGroup,
+    ReleaseWeights,
+    SendWeights,
+    WeightsReady,
+    WeightsSent,
+)
+from vcpo_megatron.types import PolicyVersion
+
+pytestmark = pytest.mark.timeout(30)
+
+PLAN = [[["a", "float32", [2]]], [["b", "float32", [3]]], [["c", "float32", [1]]]]
+
+
+class Sender:
+    """The learner's sender and the broadcast in one: a bucket arrives when every member of the group asks for it."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.heard: Callable[[Any], None] = lambda message: None
+        self.sizes: dict[str, int] = {}
+        self.members: dict[str, set[int]] = {}
+        self.waiting: dict[tuple[str, int], list[asyncio.Future[None]]] = {}
+        self.silent = False
+        self.sums: dict[str, str] = {}
+
+    async def tell(self, message: Any) -> None:
+        self.told.append(type(message).__name__)
+        match message:
+            case OpenGroup(name, size):
+                self.sizes[name], self.members[name] = size, set()
+                if not self.silent:
+                    self.heard(GroupOpened(name, "127.0.0.1", 9, "gloo"))
+            case SendWeights(name, version):
+                self.heard(WeightsSent(name, version, self.sums))
+            case CloseGroups():
+                self.drop(ServerError(URL, "/update", 400, "connection closed by peer"))
+            case ReleaseWeights(version):
+                self.told[-1] = f"release {version}"
+
+    def drop(self, error: Exception) -> None:
+        self.sizes.clear()
+        for futures in self.waiting.values():
+            for future in futures:
+                if not future.done():
+                    future.set_exception(error)
+        self.waiting.clear()
+
+    async def receive(self, name: str, number: int) -> None:
+        if name not in self.sizes:
+            raise ServerError(URL, "/update", 400, f"group {name} does not exist")
+        arrived = asyncio.get_running_loop().create_future()
+        futures = self.waiting.setdefault((name, number), [])
+        futures.append(arrived)
+        if len(futures) == self.sizes[name] - 1:
+            for future in self.waiting.pop((name, number)):
+                future.set_result(None)
+        await arrived
+
+
+class GroupClient(FakeClient):
+    """A server of the real protocol. ``bucket_fault(number)`` is awaited before a bucket is received."""
+
+    sender: Sender
+
+    def reset(self) -> None:
+        super().reset()
+        self.groups: set[str] = set()
+        self.received: list[str] = []
+        self.sums = {"a": "1"}
+
+    async def bucket_fault(self, number: int) -> None:
+        pass
+
+    async def init_weights_update_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        self._alive()
+        assert (address, port, backend) == ("127.0.0.1", 9, "gloo") and 1 <= rank_offset < world_size
+        if group_name in self.groups:
+            raise ServerError(URL, "/init", 400, "the name is taken")
+        self.groups.add(group_name)
+        self.sender.members[group_name].add(rank_offset)
+        self.events.append(f"join {group_name} as {rank_offset} of {world_size}")
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        self._alive()
+        self.groups.discard(group_name)
+
+    async def begin_weight_update(self) -> None:
+        await super().begin_weight_update()
+        self.received = []
+
+    async def update_weights_from_distributed(
+        self, entries: Any, group_name: str, version: str, flush_cache: bool = False
+    ) -> None:
+        self._alive()
+        assert not flush_cache and self.paused
+        if self.session is None or group_name not in self.groups:
+            raise ServerError(URL, "/update", 400, "no session, or not in the group")
+        number = len(self.received)
+        await self.bucket_fault(number)
+        await self.sender.receive(group_name, number)
+        self._alive()
+        self.received.append(entries[0][0])
+        self.session.append(version)
+
+    async def end_weight_update(self) -> None:
+        self._alive()
+        if self.session is None:
+            raise ServerError(URL, "/end", 400, "no session")
+        if self.received == ["a", "b", "c"]:
+            self.version = self.session[0]
+            self.events.append(f"loaded {self.version}")
+        self.session = None
+
+    async def update_weights_from_disk(self, path: str, version: str, flush_cache: bool = False) -> None:
+        self._alive()
+        assert self.paused and not flush_cache
+        if not Path(path).is_dir():
+            raise ServerError(URL, "/disk", 400, "no such folder")
+        self.version = version
+        self.events.append(f"loaded {version}")
+
+    async def weights_checksums(self) -> list[dict[str, str]]:
+        return [self.sums]
+
+
+Work = Callable[[Fleet, WeightSync, list[Any], Sender], Coroutine[Any, Any, None]]
+
+
+def with_groups(
+    work: Work, *, servers: int = 2, wave: int = 2, timeout_s: float = 2.0, max_restarts: int = 0,
+    verify: bool = False,
+) -> None:  # fmt: skip
+    async def main() -> None:
+        sender = Sender()
+        clients = [GroupClient(i) for i in range(servers)]
+        for client in clients:
+            client.sender = sender
+        fleet = fake_fleet(config(rollout={"max_restarts": max_restarts}), Changes(), clients, Path("/nowhere"))
+        groups = GroupCourier(sender.tell, prefix="g", ranks=1, timeout_s=timeout_s)
+        sender.heard = groups.heard
+        updater = Updater(Couriers(groups), "retract", ChecksumBook() if verify else None)
+        sync = WeightSync(fleet, updater, wave=wave, timeout_s=timeout_s)
+        fleet.launch()
+        await run_beside(work(fleet, sync, clients, sender), fleet.supervise(), sync.run())
+
+    asyncio.run(asyncio.wait_for(main(), 15))
+
+
+def planned(number: int) -> WeightsReady:
+    return WeightsReady(PolicyVersion(1, number), plan=PLAN)
+
+
+def test_a_wave_joins_one_group_once_and_uses_it_again() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        for number in range(3):
+            sync.offer(planned(number))
+            await sync.all_loaded(number)
+        assert [e for e in clients[1].events if e.startswith("join")] == ["join g-1 as 2 of 3"]
+        assert sender.told.count("OpenGroup") == 1 and sender.told.count("SendWeights") == 3
+        assert [e for e in clients[0].events if "loaded" in e] == ["loaded 1.0", "loaded 1.1", "loaded 1.2"]
+        assert not clients[0].paused and not clients[1].paused
+        await fleet.changes.until(lambda: ("release 1.1" in sender.told) or None, 5)
+        assert "release 1.2" not in sender.told
+
+    with_groups(work)
+
+
+def test_a_server_that_refuses_a_bucket_leaves_nobody_hanging() -> None:
+    """In bucket 1 of 3, while the other server waits in the broadcast of it; both hold the version in the end."""
+
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        async def refuse(number: int) -> None:
+            if number == 1:
+                await asyncio.sleep(0.05)  # the other one is in the broadcast by now
+                clients[0].bucket_fault = GroupClient.bucket_fault.__get__(clients[0])
+                raise ServerError(URL, "/update", 400, "shape mismatch")
+
+        clients[0].bucket_fault = refuse
+        sync.offer(planned(0))
+        await sync.all_loaded(0)
+        assert "CloseGroups" in sender.told
+        joined = [event.split()[1] for client in clients for event in client.events if event.startswith("join")]
+        assert len(joined) == len({(n, i) for i, n in enumerate(joined)}) and "g-1" in joined and "g-2" in joined
+        assert clients[0].version == clients[1].version == "1.0"
+
+    with_groups(work)
+
+
+def test_a_bucket_refused_by_one_server_again_and_again_ends_the_run_naming_it() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        async def refuse(number: int) -> None:
+            raise ServerError(URL, "/update", 400, "shape mismatch")
+
+        clients[1].bucket_fault = refuse
+        sync.offer(planned(0))
+        await asyncio.sleep(10)
+
+    with pytest.raises(SyncError, match=r"rollout server 1 refused weights 1\.0 twice: .*shape mismatch"):
+        with_groups(work)
+
+
+def test_a_server_that_dies_in_a_bucket_comes_back_alone_and_current() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        sync.offer(planned(0))
+        await sync.all_loaded(0)
+
+        async def die(number: int) -> None:
+            if number == 2:
+                clients[0].process.code = -9
+                clients[0].bucket_fault = GroupClient.bucket_fault.__get__(clients[0])
+
+        clients[0].bucket_fault = die
+        sync.offer(planned(1))
+        await sync.all_loaded(1)
+        assert clients[0].events.count("start") == 2 and clients[1].events.count("start") == 1
+
+    with_groups(work, max_restarts=1)
+
+
+def test_a_server_that_answers_late_is_late_for_its_wave_only_until_the_deadline() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        async def late(number: int) -> None:
+            await asyncio.sleep(0.3)
+
+        clients[0].bucket_fault = late
+        sync.offer(planned(0))
+        await sync.all_loaded(0)
+
+    with_groups(work)
+
+
+def test_a_server_that_hangs_in_a_bucket_ends_the_run_naming_the_step() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        async def hang(number: int) -> None:
+            if number == 1:
+                await asyncio.sleep(60)
+
+        clients[0].bucket_fault = hang
+        sync.offer(planned(0))
+        await asyncio.sleep(10)
+
+    match = r"server 0 did not take weights 1\.0 within 0\.5 s \(rollout\.sync_timeout_s\) in step: bucket 2 of 3"
+    with pytest.raises(SyncError, match=match):
+        with_groups(work, servers=1, timeout_s=0.5)
+
+
+def test_a_hanging_server_is_replaced_where_it_may_be_and_the_other_does_not_wait_for_it_twice() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        async def hang(number: int) -> None:
+            await asyncio.sleep(60)
+
+        clients[0].bucket_fault = hang
+        sync.offer(planned(0))
+        await fleet.changes.until(lambda: clients[0].events.count("start") == 2 or None, 8)
+        clients[0].bucket_fault = GroupClient.bucket_fault.__get__(clients[0])
+        await sync.all_loaded(0)
+        assert clients[1].events.count("start") == 1
+
+    with_groups(work, timeout_s=0.5, max_restarts=2)
+
+
+def test_a_broadcast_that_fails_at_the_learner_is_tried_once_more() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        async def lose(number: int) -> None:
+            if number == 1:
+                clients[0].bucket_fault = GroupClient.bucket_fault.__get__(clients[0])
+                sender.heard(GroupsLost("connection reset"))
+                await asyncio.sleep(60)
+
+        original = sender.tell
+
+        async def tell(message: Any) -> None:  # what was sent is not said before it has left
+            if isinstance(message, SendWeights) and sender.told.count("SendWeights") == 0:
+                sender.told.append("SendWeights")
+                return
+            await original(message)
+
+        sync._updater.courier(planned(0))._tell = tell  # type: ignore[attr-defined]
+        clients[0].bucket_fault = lose
+        sync.offer(planned(0))
+        await sync.all_loaded(0)
+        assert sender.told.count("OpenGroup") == 2
+
+    with_groups(work, servers=1)
+
+
+def test_a_learner_that_does_not_open_the_group_ends_the_run() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        sender.silent = True
+        sync.offer(planned(0))
+        await asyncio.sleep(10)
+
+    with pytest.raises(SyncError, match="sender of weights is silent"):
+        with_groups(work, servers=1, timeout_s=0.4)
+
+
+def test_waves_leave_the_others_serving_and_each_server_has_its_own_version() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        sync.offer(planned(0))
+        await sync.all_loaded(0)
+        seen: set[tuple[int, ...]] = set()
+
+        async def look(number: int) -> None:
+            await asyncio.sleep(0.01)
+            seen.add(tuple(client.index for client in clients if client.paused))
+
+        for client in clients:
+            client.bucket_fault = look
+        sync.offer(planned(1))
+        versions = set()
+
+        def note() -> bool | None:
+            versions.add(tuple(server.version.number if server.version else None for server in fleet.servers))
+            return versions if all(server.version == PolicyVersion(1, 1) for server in fleet.servers) else None  # type: ignore[return-value]
+
+        await fleet.changes.until(note, 8)
+        assert seen == {(0, 1), (2, 3)}
+        assert (1, 1, 0, 0) in versions
+        assert [e for e in clients[2].events if e.startswith("join")] == ["join g-1 as 3 of 5", "join g-3 as 1 of 3"]
+
+    with_groups(work, servers=4, wave=2)
+
+
+def test_the_disk_path_gives_its_folders_back(tmp_path: Path) -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        for number in range(3):
+            folder = tmp_path / f"1.{number}"
+            folder.mkdir()
+            sync.offer(WeightsReady(PolicyVersion(1, number), path=str(folder)))
+            await sync.all_loaded(number)
+        await fleet.changes.until(lambda: [f.name for f in tmp_path.iterdir()] == ["1.2"] or None, 5)
+        assert clients[0].session is None and sender.told == []
+
+    with_groups(work, wave=1)
+
+
+def test_a_server_that_holds_other_bytes_is_given_them_once_more_and_then_ends_the_run() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        sender.sums = {"a": "1", "b": "2"}
+        for client in clients:
+            client.sums = {"a": "1", "b": "2"}
+        sync.offer(planned(0))
+        await sync.all_loaded(0)
+        clients[1].sums = {"a": "1", "b": "9"}
+        sync.offer(planned(1))
+        await asyncio.sleep(10)
+
+    match = r"server 1 .*twice: .*1 of 2 parameters differ from what the learner sent, first b \(checksum 9, expected 2"
+    with pytest.raises(SyncError, match=match):
+        with_groups(work, verify=True)
+
+
+def test_servers_are_compared_with_one_another_where_the_learner_cannot_know() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        book = ChecksumBook()
+        await book.check(fleet.servers[0], "1.0", {})
+        await book.check(fleet.servers[1], "1.0", {})
+        assert book.compared == 1
+        clients[1].sums = {"a": "7"}
+        await book.check(fleet.servers[0], "1.1", {})
+        with pytest.raises(ChecksumError, match="differ from what rollout server 0 holds, first a"):
+            await book.check(fleet.servers[1], "1.1", {})
+        clients[0].sums, clients[1].sums = {"a": "1", "x": "2"}, {"a": "1", "x": "3"}  # x: what nobody can foretell
+        await book.check(fleet.servers[0], "1.2", {"a": "1"})
+        with pytest.raises(ChecksumError, match="differ from what rollout server 0 holds, first x"):
+            await book.check(fleet.servers[1], "1.2", {"a": "1"})
+        with pytest.raises(ChecksumError, match=r"2 of 2 .* the learner sent, first a \(checksum 1, expected 9\)"):
+            await book.check(fleet.servers[1], "1.2", {"a": "9", "b": "1"})
+
+    with_groups(work)

@@ -1,0 +1,205 @@
+"""The three ways of weights to the servers, ``rollout.sync``: each a ``Courier``.
+
+tensor       the learner serialized the buckets; they are forwarded over HTTP to each server by itself
+disk         the learner wrote a folder; each server reads it
+distributed  servers join a group of the learner's broadcaster once, and it broadcasts every bucket to all of a wave.
+             Only the orchestrator speaks to the servers: it says which bucket comes next while the learner sends.
+             A group belongs to its servers' processes; after any failure all groups are closed and opened anew, under
+             names that were never used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import shutil
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from ..rollout.fleet import Server
+from ..transport.control import (
+    CloseGroups,
+    GroupOpened,
+    GroupsLost,
+    Message,
+    OpenGroup,
+    ReleaseWeights,
+    SendWeights,
+    WeightsReady,
+    WeightsSent,
+)
+from .tasks import run_all
+from .weight_update import FAILURES, Courier, Wave, WaveFailed, blaming
+
+#: Seconds that a server gets to leave a group that is closed.
+_LEAVE_S = 5.0
+
+Tell = Callable[[Message], Coroutine[Any, Any, None]]
+
+
+class SenderLost(RuntimeError):
+    """The learner's broadcast failed; the message says why."""
+
+
+class TensorCourier:
+    session, together = True, False
+
+    async def prepare(self, servers: Sequence[Server]) -> None:
+        pass
+
+    async def send(self, wave: Wave) -> dict[str, str]:
+        await run_all(*(blaming(server, self._buckets(wave, server)) for server in wave.servers))
+        return {}
+
+    async def _buckets(self, wave: Wave, server: Server) -> None:
+        weights = wave.weights
+        for number, bucket in enumerate(weights.buckets, 1):
+            wave.at = f"bucket {number} of {len(weights.buckets)}"
+            await server.client.update_weights_from_tensor(bucket, str(weights.version), flush_cache=False)
+
+    async def failed(self, reason: str) -> None:
+        pass
+
+    async def release(self, weights: WeightsReady) -> None:
+        pass
+
+
+class DiskCourier:
+    session, together = False, False
+
+    async def prepare(self, servers: Sequence[Server]) -> None:
+        pass
+
+    async def send(self, wave: Wave) -> dict[str, str]:
+        weights = wave.weights
+        wave.at = f"read {weights.path}"
+        version = str(weights.version)
+        await run_all(
+            *(
+                blaming(server, server.client.update_weights_from_disk(weights.path, version, flush_cache=False))
+                for server in wave.servers
+            )
+        )
+        return {}
+
+    async def failed(self, reason: str) -> None:
+        pass
+
+    async def release(self, weights: WeightsReady) -> None:
+        await asyncio.to_thread(shutil.rmtree, weights.path, ignore_errors=True)
+
+
+class GroupCourier:
+    """``tell`` sends to the learner, whose answers come to ``heard``. ``prefix`` makes names of groups unique among
+    runs and attempts; ``ranks`` is the number of ranks of a server."""
+
+    session, together = True, True
+
+    def __init__(self, tell: Tell, *, prefix: str, ranks: int, timeout_s: float) -> None:
+        self._tell, self._prefix, self._ranks, self._timeout_s = tell, prefix, ranks, timeout_s
+        self._numbers = itertools.count(1)
+        self._groups: dict[tuple[tuple[int, int], ...], str] = {}
+        self._members: dict[str, Sequence[Server]] = {}
+        self._opened: asyncio.Future[GroupOpened] | None = None
+        self._sent: asyncio.Future[WeightsSent] | None = None
+
+    def heard(self, message: Message) -> None:
+        """An answer of the learner's sender; one to a question that was given up is dropped."""
+        match message:
+            case GroupOpened() if self._opened is not None and not self._opened.done():
+                if message.name in self._members:
+                    self._opened.set_result(message)
+            case WeightsSent() if self._sent is not None and not self._sent.done():
+                if message.name in self._members:
+                    self._sent.set_result(message)
+            case GroupsLost():
+                for future in (self._opened, self._sent):
+                    if future is not None and not future.done():
+                        future.set_exception(SenderLost(message.reason))
+
+    async def prepare(self, servers: Sequence[Server]) -> None:
+        """Have the wave's group, opening it when it is new or a server's process is."""
+        key = _key(servers)
+        if key in self._groups:
+            return
+        if any(known != _key(self._members[name]) for known, name in self._groups.items()):
+            await self.failed("a server was restarted")
+        name, size = f"{self._prefix}-{next(self._numbers)}", 1 + len(servers) * self._ranks
+        self._members[name] = servers
+        self._opened = asyncio.get_running_loop().create_future()
+        await self._tell(OpenGroup(name, size))
+        try:
+            async with asyncio.timeout(self._timeout_s / 2):
+                opened = await self._answer(self._opened)
+        except TimeoutError:
+            lost = SenderLost(f"the learner's sender of weights is silent for {self._timeout_s / 2:g} s, see its log")
+            raise WaveFailed(None, lost) from None
+        await run_all(
+            *(
+                blaming(
+                    server,
+                    server.client.init_weights_update_group(
+                        opened.address, opened.port, 1 + i * self._ranks, size, name, opened.backend
+                    ),
+                )
+                for i, server in enumerate(servers)
+            )
+        )
+        self._groups[key] = name
+
+    async def send(self, wave: Wave) -> dict[str, str]:
+        name = self._groups[_key(wave.servers)]
+        self._sent = asyncio.get_running_loop().create_future()
+        await self._tell(SendWeights(name, wave.weights.version))
+        *_, sent = await run_all(
+            *(blaming(server, self._buckets(wave, server, name)) for server in wave.servers), self._answer(self._sent)
+        )
+        assert isinstance(sent, WeightsSent)
+        return sent.checksums
+
+    async def _buckets(self, wave: Wave, server: Server, name: str) -> None:
+        weights = wave.weights
+        for number, entries in enumerate(weights.plan, 1):
+            wave.at = f"bucket {number} of {len(weights.plan)}"
+            await server.client.update_weights_from_distributed(
+                entries, name, str(weights.version), flush_cache=False
+            )
+
+    @staticmethod
+    async def _answer(future: asyncio.Future[Any]) -> Any:
+        try:
+            return await future
+        except SenderLost as error:
+            raise WaveFailed(None, error) from error
+
+    async def failed(self, reason: str) -> None:
+        """Close every group: the learner kills its broadcaster, so servers that wait in a broadcast see it go."""
+        members, self._members, self._groups = self._members, {}, {}
+        await self._tell(CloseGroups(reason))
+
+        async def leave(server: Server, name: str) -> None:
+            with contextlib.suppress(*FAILURES, TimeoutError):
+                async with asyncio.timeout(_LEAVE_S):
+                    await server.client.destroy_weights_update_group(name)
+
+        await asyncio.gather(*(leave(server, name) for name, servers in members.items() for server in servers))
+
+    async def release(self, weights: WeightsReady) -> None:
+        await self._tell(ReleaseWeights(weights.version))
+
+
+def _key(servers: Sequence[Server]) -> tuple[tuple[int, int], ...]:
+    """The processes behind ``servers``."""
+    return tuple((server.index, server.starts) for server in servers)
+
+
+class Couriers:
+    """The courier for what the learner offers: it alone knows whether it has GPUs, which ``rollout.sync`` = "auto"
+    depends on."""
+
+    def __init__(self, group: GroupCourier) -> None:
+        self._ways: dict[str, Courier] = {"tensor": TensorCourier(), "disk": DiskCourier(), "distributed": group}
+
+    def __call__(self, weights: WeightsReady) -> Courier:
+        return self._ways["disk" if weights.path else "distributed" if weights.plan else "tensor"]
