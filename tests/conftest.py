@@ -21,7 +21,8 @@ hypothesis.settings.register_profile("vcpo", deadline=None)
 hypothesis.settings.load_profile("vcpo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-#: Changed by pytest itself while a test runs; by torch when it first compiles; and the alarm of pytest-timeout.
+#: Variables that pytest sets while a test runs, and torch when its compiler is imported for the first time. The alarm,
+#: left out of the signals, is pytest-timeout's.
 _OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 _LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
 _SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGALRM})

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vcpo_megatron.types import Group, PolicyVersion, Trajectory, Turn, VersionSpan
+from vcpo_megatron.types import Group, PolicyVersion, Trajectory, Turn, VersionSpan, routing_dtype
 
 # --- versions ---------------------------------------------------------------------------------
 
@@ -105,3 +105,17 @@ def test_records_are_frozen() -> None:
 def test_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import vcpo_megatron.types"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- routed experts ---------------------------------------------------------------------------
+
+
+def test_experts_fit_their_dtype_beside_the_mark_of_no_record() -> None:
+    assert [routing_dtype(count) for count in (8, 255, 256, 65535)] == [np.uint8, np.uint8, np.uint16, np.uint16]
+
+
+@pytest.mark.parametrize("experts", [np.zeros((6, 2, 2), np.uint8), np.zeros((7, 2), np.uint8), np.zeros((7, 2, 2))])
+def test_experts_that_do_not_fit_are_refused(experts: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"7/3: routed_experts is .*, expected uint8 or uint16\[7, layers, k\]"):
+        Trajectory(**fields(), routed_experts=experts)
+    assert Trajectory(**fields(), routed_experts=np.zeros((7, 2, 2), np.uint16)).routed_experts is not None

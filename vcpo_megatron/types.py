@@ -18,6 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 
+def routing_dtype(experts: int) -> np.dtype:
+    """What expert ids of a model with so many experts are kept as; its largest value stands for "not recorded"."""
+    return np.dtype(np.uint8 if experts <= np.iinfo(np.uint8).max else np.uint16)
+
+
 class PolicyVersion(NamedTuple):
     """Name of one policy: ``number`` optimizer steps since the start, made by run attempt ``attempt``.
 
@@ -69,6 +74,8 @@ class Trajectory:
     tokens             int32   [L]  prompt, sampled tokens and observations, as the server saw them
     loss_mask          bool    [L]  True where the policy sampled the token
     behavior_logprobs  float32 [L]  log mu recorded at sampling, at the sampling temperature
+    routed_experts     uint8 or uint16 [L, layers, k], or None: the experts that the server sent each token to, by
+                       number; the dtype's largest value where nothing was recorded (the last token at least)
     """
 
     group_id: int
@@ -81,6 +88,7 @@ class Trajectory:
     turns: tuple[Turn, ...]
     reward: float
     info: Mapping[str, float] = field(default_factory=dict)
+    routed_experts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -91,6 +99,14 @@ class Trajectory:
                     f"trajectory {self.uid}: {name} is {array.dtype}{list(array.shape)}, "
                     f"expected {np.dtype(dtype)}[{length}]"
                 )
+        routed = self.routed_experts
+        if routed is not None and (
+            routed.ndim != 3 or len(routed) != length or routed.dtype not in (np.uint8, np.uint16)
+        ):
+            raise ValueError(
+                f"trajectory {self.uid}: routed_experts is {routed.dtype}{list(routed.shape)}, "
+                f"expected uint8 or uint16[{length}, layers, k]"
+            )
         if not 0 < self.prompt_length <= length or self.loss_mask[: self.prompt_length].any():
             raise ValueError(
                 f"trajectory {self.uid}: prompt_length {self.prompt_length} does not fit {length} tokens, "

@@ -49,11 +49,19 @@ def after_steps(run: Run, metrics: Path, count: int) -> None:
 
 
 def stop_within_a_step(run_dir: Path) -> None:
-    """Stop the run until a stop has come in the middle of a step, which has no grace; six times at most."""
+    """Stop the run until a stop has come in the middle of a step, six times at most.
+
+    Steps are short: the learner is held still at the beginning of one until it has been asked to leave it.
+    """
     for _ in range(6):
-        with Run(run_dir, "launch.grace_s=0.01", resume=True) as run:
+        with Run(run_dir, "launch.grace_s=1", resume=True) as run:
             after_steps(run, run_dir / "metrics.jsonl", 1)
+            learner = run.members()["learner 0"]
+            learner.suspend()
+            time.sleep(1.0)  # its next batch is sent
             run.signal(signal.SIGTERM)
+            time.sleep(1.5)
+            learner.resume()
             assert run.wait(60) == 128 + signal.SIGTERM, run.text()
         if "was left in its middle" in (run_dir / "logs/orchestrator.0.log").read_text():
             return

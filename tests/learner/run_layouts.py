@@ -184,14 +184,15 @@ def with_kernels(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[
     return outcomes, fused_adam.STEPS, products
 
 
-def optimizer_in_use(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], str, bool]:
-    """``one_step_each``, the module of Megatron's Adam, and whether apex was imported."""
+def optimizer_in_use(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], str, set[str]]:
+    """``one_step_each``, the module of Megatron's Adam, and what was imported of apex and torch's compiler."""
     import sys
 
     outcomes = one_step_each(cases)
     from megatron.core.optimizer import Adam
 
-    return outcomes, Adam.__module__, sys.modules.get("apex") is not None
+    unwanted = ("apex", "torch._dynamo", "torch._inductor")
+    return outcomes, Adam.__module__, {name for name in unwanted if sys.modules.get(name)}
 
 
 class ForeignNorm(torch.nn.Module):

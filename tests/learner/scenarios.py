@@ -67,11 +67,33 @@ def make_model_folder(
     return folder
 
 
-def _reference(folder: Path) -> Any:
+def reference(folder: Path) -> Any:
     """transformers' own model in fp64; its fused experts know no fp64."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     model.config._experts_implementation = "eager"
     return model
+
+
+def force_experts(model: Any, routed: np.ndarray | None) -> None:
+    """Send every token of the next calls to the experts of ``routed`` [L, layers, k] (Qwen3-MoE only).
+
+    Rows of the dtype's largest value, and all of them for None, are routed by the model. The weights of the chosen
+    experts are its own.
+    """
+    for number, layer in enumerate(model.model.layers):
+        gate = layer.mlp.gate
+
+        def forward(hidden: torch.Tensor, gate: Any = gate, number: int = number) -> tuple[torch.Tensor, ...]:
+            logits = torch.nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
+            probabilities = torch.softmax(logits, -1)
+            chosen = probabilities.topk(gate.top_k).indices
+            if routed is not None:
+                wanted = torch.tensor(routed[: len(chosen), number].astype(np.int64))
+                chosen = torch.where(wanted == np.iinfo(routed.dtype).max, chosen, wanted)
+            weights = probabilities.gather(1, chosen)
+            return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+        gate.forward = forward
 
 
 def make_config(model: Path, ranks: int, /, **sections: dict[str, Any]) -> RunConfig:
@@ -100,7 +122,7 @@ def make_batch(
     group 1 and two in the others.
     """
     generator = np.random.default_rng(step)
-    policy = _reference(model)
+    policy = reference(model)
     groups = []
     for g in range(4):
         members = []
@@ -154,13 +176,15 @@ class Oracle:
 
 def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
     """The method in plain formulas on transformers' own model; shares no code with the learner."""
-    model = _reference(model_folder)
+    model = reference(model_folder)
     names = {n: p for n, p in model.named_parameters()}
     rows = [(g, t) for g, group in enumerate(batch.groups) for t in group.trajectories]
     n = len(rows)
     ratios, grads, scaled, mismatch = [], [], [], []
     for _, t in rows:
         ids = torch.tensor(t.tokens[None].astype(np.int64))
+        if t.routed_experts is not None:
+            force_experts(model, t.routed_experts)
         logp = torch.log_softmax(model(ids).logits[0] / config.rollout.temperature, -1)[:-1]
         logp = logp.gather(1, ids[0, 1:, None])[:, 0]
         mask = torch.tensor(t.loss_mask[1:])
@@ -202,6 +226,8 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
         moved = parameter.detach() * (1 - rate * decay)
         after[name] = moved - rate * g / (g.abs() + config.optimizer.eps)  # Adam's first step
     apart = torch.tensor(mismatch, dtype=torch.float64)
+    # biases that choose experts have no gradient, and training leaves them alone
+    after |= {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
     return Oracle(loss, log_ratios, apart, norms, baselines, ess, rate, norm, _by_expert(total), _by_expert(after))
 
 

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -619,7 +619,7 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
     for path, message in (
         (text, "text is not a rollout store"),
         (foreign, "foreign is an SQLite file of another program"),
-        (newer, "newer has format 99, this version reads format 1"),
+        (newer, "newer has format 99, this version reads format 2"),
     ):
         before = path.read_bytes()
         for opener in (RolloutStore, RolloutStore.open_readonly):
@@ -723,3 +723,55 @@ def test_reading_a_killed_run_where_one_may_write(tmp_path: Path, path: Path) ->
     with RolloutStore(copied) as store:  # and it can be resumed after
         assert store.resume(1).next_group_id == 1
     shutil.rmtree(copied.parent)
+
+
+# --- routed experts -------------------------------------------------------------------------------
+
+
+def routed(group_id: int, sample: int, dtype: type = np.uint8) -> Trajectory:
+    plain = trajectory(group_id, sample, V0)
+    experts = (np.arange(5 * 2 * 3).reshape(5, 2, 3) + group_id + sample).astype(dtype)
+    return replace(plain, routed_experts=experts)
+
+
+def routed_group(store: RolloutStore, group_id: int, dtype: type = np.uint8) -> None:
+    store.admit(group_id, f"p{group_id}", group_id, 2, V0)
+    for sample in range(2):
+        assert store.add_trajectory(routed(group_id, sample, dtype))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_routed_experts_come_back_bit_for_bit(path: Path, dtype: type) -> None:
+    with RolloutStore(path) as store:
+        routed_group(store, 3, dtype)
+        sample_group(store, 4)
+    with RolloutStore(path) as store:
+        first, second = store.complete_groups()
+    for sample, member in enumerate(first.trajectories):
+        expected = routed(3, sample, dtype).routed_experts
+        assert member.routed_experts.dtype == dtype and np.array_equal(member.routed_experts, expected)
+    assert all(member.routed_experts is None for member in second.trajectories)
+
+
+def test_routed_experts_are_kept_until_no_checkpoint_brings_their_group_back(path: Path) -> None:
+    with RolloutStore(path) as store:
+        for group_id in range(4):
+            routed_group(store, group_id)
+        for step in range(2):
+            store.mark_trained(step, [], [step], [0])
+        store.drop(2, "expired")  # after two steps
+        assert store.prune_routing(1) == 2  # group 0, which step 0 trained
+        kept = {g.group_id: g for step in range(2) for g in store.groups_trained_at(step)}
+        assert kept[0].trajectories[0].routed_experts is None
+        assert kept[1].trajectories[0].routed_experts is not None
+        plan = store.resume(1)
+        assert [g.group_id for g in plan.buffer] == [1, 2, 3]
+        assert all(t.routed_experts is not None for g in plan.buffer for t in g.trajectories)
+
+
+def test_a_changed_expert_is_found(path: Path) -> None:
+    with RolloutStore(path) as store:
+        routed_group(store, 0)
+    _damage(path, "UPDATE routing SET top_k = 2, layers = 3 WHERE sample_index = 1")
+    with RolloutStore(path) as store, pytest.raises(StoreError, match="routed experts of trajectory 0/1 in .* damaged"):
+        store.complete_groups()

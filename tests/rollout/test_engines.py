@@ -103,7 +103,7 @@ def test_a_batch_is_answered_in_its_order(engine: Engine, versions: Versions) ->
 
 
 def test_the_stop_token_is_kept_with_its_logprob(engine: Engine, versions: Versions) -> None:
-    results = engine.use(lambda client: client.generate_batch([PROMPT] * 16, [SamplingParams(400)] * 16))
+    results = engine.use(lambda client: client.generate_batch([PROMPT] * 8, [SamplingParams(150)] * 8))
     stopped = [result for result in results if result.finish_reason == "stop"]
     assert stopped
     for result in stopped:

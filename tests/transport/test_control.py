@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import msgpack
@@ -91,6 +91,19 @@ BATCH = Batch(
     ),
 )  # fmt: skip
 
+EXPERTS = np.arange(2 * 3 * 2, dtype=np.uint16).reshape(2, 3, 2)
+#: Of three trajectories the second has a record of its experts.
+ROUTED = Batch(
+    step=18,
+    groups=(
+        Group(4, "prompt-4", (
+            trajectory(4, 0, [1, 2, 3], [F, T, T], [0.0, -0.25, -1.5]),
+            replace(trajectory(4, 1, [7, 8], [F, T], [0.0, -1e-7]), routed_experts=EXPERTS),
+            trajectory(4, 2, [1, 2], [F, T], [0.0, -0.25]),
+        )),
+    ),
+)  # fmt: skip
+
 MESSAGES: list[Any] = [
     Hello(TOKEN, PolicyVersion(2, 40), 4),
     WeightsReady(PolicyVersion(1, 3), (b"first\x00bucket", b"", b"\xff" * 1000)),
@@ -100,6 +113,7 @@ MESSAGES: list[Any] = [
     Probe(np.zeros(0, np.int32)),
     ProbeResult(np.array([-0.5, -1e-30, -np.inf], np.float32)),
     BatchReady(BATCH),
+    BatchReady(ROUTED),
     BatchReady(Batch(0, ())),
     control.LeaveStep(7),
     control.StepLeft(7),

@@ -183,6 +183,9 @@ class RolloutConfig(Section):
         description="requests in flight at a weight update: their cache is computed anew by the new weights, kept, or "
         "they are aborted and sent again with the tokens they have",
     )
+    routing_replay: bool = Field(
+        False, description="the learner's routers send tokens to the experts that the server had chosen"
+    )
     sync: Literal["auto", "tensor", "distributed", "disk"] = Field(
         "auto",
         description="how weights reach the servers: over HTTP, by one broadcast, or by a disk that they share; auto: "

@@ -104,6 +104,8 @@ class Pack:
     current            bool    [T]   True where the label was sampled by the version that the step starts from
     segments           int64   [T]   which of the n trajectories; n for padding at the end
     boundaries         ints    [n+1] trajectory i holds tokens boundaries[i] to boundaries[i+1]
+    experts            int32   [T, layers, k], on the CPU, or None: experts that a server sent each token to, -1 where
+                       nothing was recorded
     all_tokens, all_segments  int64 [C T]  those of every context-parallel rank, one rank after another
     step_rows          rows of all ranks that work on the group in the same micro-step (expert parallelism);
                        this rank's are those from ``offset`` on
@@ -123,6 +125,7 @@ class Pack:
     layout: Layout
     step_rows: tuple[Row, ...]
     offset: int
+    experts: torch.Tensor | None = None
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -246,8 +249,24 @@ def make_pack(
         layout=layout,
         step_rows=tuple(rows if step_rows is None else step_rows),
         offset=offset,
+        experts=_experts(trajectories, layout),
     )
 
 
 def _sampled_by(trajectory: Trajectory, version: int | None) -> np.ndarray:
     return np.zeros(len(trajectory.tokens), np.bool_) if version is None else trajectory.sampled_by(version)
+
+
+def _experts(trajectories: Sequence[Trajectory], layout: Layout) -> torch.Tensor | None:
+    """``Pack.experts`` of this rank's tokens; None when no trajectory has a record."""
+    shapes = [t.routed_experts.shape[1:] for t in trajectories if t.routed_experts is not None]
+    if not shapes:
+        return None
+    whole: np.ndarray = np.full((layout.total, *shapes[0]), -1, np.int32)
+    start = 0
+    for trajectory, length in zip(trajectories, layout.lengths, strict=False):
+        if (routed := trajectory.routed_experts) is not None:
+            known = routed[:-1] != np.iinfo(routed.dtype).max
+            whole[start : start + len(routed) - 1] = np.where(known, routed[:-1].astype(np.int32), -1)
+        start += length
+    return torch.from_numpy(whole[layout.take])

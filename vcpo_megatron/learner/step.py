@@ -40,6 +40,7 @@ from .packing import Pack, batch_rows
 from .parallel import Parallel, agree_equal, agree_sum
 from .regularizers import ReferenceWeights, regularizer
 from .results import RowTable, step_metrics, trajectory_results
+from .routing import RoutingReplay
 from .schedule import ForwardStep, Loss, as_loss, forward_tokens, run_schedule
 from .score_gradients import attach
 from .score_state import Coefficients, PackScores, ScoreSwitch
@@ -72,6 +73,8 @@ class VcpoStep:
         self._reference = ReferenceWeights(trainable.chunks) if algorithm.kl_reference == "initial" else None
         if self._reference is not None and parallel.rank == 0:
             print(f"kl_reference: {self._reference.bytes:,} bytes of host memory on rank 0", flush=True)
+        replayed = config.rollout.routing_replay
+        self._replay = RoutingReplay(trainable.chunks, parallel, self._device) if replayed else None
         self._objective: Objective  # of the batch at hand
         self._table = RowTable(0)
         self._reference_logprobs: dict[int, torch.Tensor] = {}
@@ -249,7 +252,10 @@ class VcpoStep:
         self._objective.set_statistic(ratios[:-1])
 
     def _output(self, pack: Pack, model: torch.nn.Module) -> torch.Tensor:
-        return forward_tokens(model, pack.tokens, pack.positions, pack.layout)
+        def forward() -> torch.Tensor:
+            return forward_tokens(model, pack.tokens, pack.positions, pack.layout)
+
+        return forward() if self._replay is None else self._replay.during(pack, forward)
 
     def _forward_scoring(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
         def loss(logits: torch.Tensor) -> Loss:

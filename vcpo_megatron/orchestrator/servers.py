@@ -14,6 +14,7 @@ from ..config.models import RunConfig
 from ..config.process import ProcessContext
 from ..rollout.client import ServerClient
 from ..rollout.fleet import Changes, Fleet, FleetOptions, Process, Server
+from ..rollout.routing import RoutingShape
 from ..rollout.sglang import SglangServer
 from ..transport.child import start_child, stop_child
 
@@ -36,6 +37,8 @@ def embedded_command(context: ProcessContext, config: RunConfig, index: int) -> 
         command += ["--context-length", str(config.rollout.context_length)]
     if config.staleness.lag == "exact":
         command.append("--enable-deterministic-inference")
+    if config.rollout.routing_replay:
+        command.append("--enable-return-routed-experts")
     return command
 
 
@@ -52,13 +55,14 @@ def sglang_server(context: ProcessContext, config: RunConfig, index: int) -> Sgl
         context_length=rollout.context_length or read_model(config.model.path).max_position_embeddings,
         max_running_requests=rollout.max_running_requests,
         devices=context.server_devices[index * ways : (index + 1) * ways],
-        args=rollout.args,
+        args=(*(("--enable-return-routed-experts",) if rollout.routing_replay else ()), *rollout.args),
     )
 
 
 def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, changes: Changes) -> Fleet:
     """The servers of a run, not started yet."""
     rollout = config.rollout
+    routing = RoutingShape.of(read_model(config.model.path)) if rollout.routing_replay else None
 
     def launch(index: int) -> Process:
         env = {**context.environment(), "RANK": str(index), "PYTHONUNBUFFERED": "1"}
@@ -75,7 +79,7 @@ def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, chan
 
     started = [f"http://{_HOST}:{port}" for port in context.server_ports]
     servers = [
-        Server(index, ServerClient(address, vocab_size, rollout.request_timeout_s),
+        Server(index, ServerClient(address, vocab_size, rollout.request_timeout_s, routing),
                context.directory.log("server", index), joined=bool(rollout.addresses))
         for index, address in enumerate(rollout.addresses or started)
     ]  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any
 from ..types import PolicyVersion, Trajectory, TrajectoryResult
 from .parking import Answer, from_text, to_text
 from .store_reader import Counts, StoreReader
-from .store_records import COLUMNS, problem_of, to_row
+from .store_records import COLUMNS, ROUTING_COLUMNS, problem_of, routing_row, to_row
 from .store_resume import PartialGroup, ResumePlan, undo_after
 from .store_schema import (
     ADMITTED,
@@ -40,6 +40,8 @@ from .store_schema import store_errors as _store_errors
 __all__ = ["Counts", "PartialGroup", "ResumePlan", "RolloutStore", "StoreError", "StoreFullError", "StoreReader"]
 
 _INSERT_SAMPLE = f"INSERT INTO samples ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
+
+_INSERT_ROUTING = f"INSERT INTO routing ({', '.join(ROUTING_COLUMNS)}) VALUES ({', '.join('?' * len(ROUTING_COLUMNS))})"
 
 
 class RolloutStore(StoreReader):
@@ -141,6 +143,8 @@ class RolloutStore(StoreReader):
             if self._member_state(group_id, sample) != ADMITTED:
                 raise StoreError(f"{where} came twice")
             self._connection.execute(_INSERT_SAMPLE, to_row(trajectory))
+            if (routing := routing_row(trajectory)) is not None:
+                self._connection.execute(_INSERT_ROUTING, routing)
             self._connection.execute(
                 "UPDATE trajectories SET state = ?, reward = ?, oldest_version = ?, newest_version = ? "
                 "WHERE group_id = ? AND sample_index = ?",
@@ -262,6 +266,14 @@ class RolloutStore(StoreReader):
                 "DELETE FROM samples WHERE group_id IN "
                 "(SELECT group_id FROM groups WHERE state IN (?, ?) AND ended_at < ?)",
                 (TRAINED, DROPPED, before),
+            ).rowcount
+
+    def prune_routing(self, before: int) -> int:
+        """Forget the routed experts of the groups that ended before step ``before``; returns the number of
+        trajectories."""
+        with self.transaction():
+            return self._connection.execute(
+                "DELETE FROM routing WHERE group_id IN (SELECT group_id FROM groups WHERE ended_at < ?)", (before,)
             ).rowcount
 
     def finish(self, reason: str = RUN_ENDED) -> None:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..types import Group, Trajectory, TrajectoryResult
-from .store_records import COLUMNS, from_row
+from .store_records import COLUMNS, experts_of, from_row
 from .store_schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, StoreError, store_errors
 
 
@@ -142,13 +144,21 @@ class StoreReader:
         totals.update((row[0], row[1]) for row in self._rows("SELECT state, COUNT(*) FROM trajectories GROUP BY state"))
         return totals
 
+    def _experts(self, group_id: int, sample_index: int) -> np.ndarray | None:
+        rows = self._rows("SELECT * FROM routing WHERE group_id = ? AND sample_index = ?", (group_id, sample_index))
+        return experts_of(rows[0], str(self._path)) if rows else None
+
+    def _trajectory(self, row: sqlite3.Row) -> Trajectory:
+        experts = self._experts(row["group_id"], row["sample_index"])
+        return from_row(row, row["prompt_id"], str(self._path), experts)
+
     def _groups(self, condition: str, parameters: Sequence[Any]) -> list[Group]:
         """Groups with all their trajectories; ``condition`` is a WHERE clause on ``g`` with its ORDER BY."""
         members: dict[int, list[Trajectory]] = {}
         heads: dict[int, tuple[str, int]] = {}
         for row in self._sample_rows(f"{condition}, s.sample_index", parameters):
             heads[row["group_id"]] = row["prompt_id"], row["size"]
-            members.setdefault(row["group_id"], []).append(from_row(row, row["prompt_id"], str(self._path)))
+            members.setdefault(row["group_id"], []).append(self._trajectory(row))
         for group_id, (_, size) in heads.items():
             if len(members[group_id]) != size:
                 raise StoreError(
@@ -160,7 +170,7 @@ class StoreReader:
     def _members(self, condition: str, parameters: Sequence[Any]) -> list[Trajectory]:
         """Stored trajectories of groups that fit ``condition``, a WHERE clause on ``g``."""
         rows = self._sample_rows(f"{condition} ORDER BY s.group_id, s.sample_index", parameters)
-        return [from_row(row, row["prompt_id"], str(self._path)) for row in rows]
+        return [self._trajectory(row) for row in rows]
 
     def _sample_rows(self, condition: str, parameters: Sequence[Any]) -> list[sqlite3.Row]:
         columns = ", ".join(f"s.{name}" for name in COLUMNS)

@@ -18,6 +18,8 @@ COLUMNS = (
     "checksum",
 )  # fmt: skip
 
+ROUTING_COLUMNS = ("group_id", "sample_index", "bytes_each", "layers", "top_k", "experts", "checksum")
+
 
 def problem_of(trajectory: Trajectory) -> str | None:
     """Why ``trajectory`` cannot be trained on, and so is not stored; None when it can."""
@@ -53,8 +55,11 @@ def to_row(trajectory: Trajectory) -> tuple[Any, ...]:
     return (*values, _checksum(values))
 
 
-def from_row(row: Mapping[str, Any] | Any, prompt_id: str, where: str) -> Trajectory:
-    """Inverse of ``to_row``; StoreError naming the trajectory and ``where`` when a bit has changed."""
+def from_row(
+    row: Mapping[str, Any] | Any, prompt_id: str, where: str, experts: np.ndarray | None = None
+) -> Trajectory:
+    """Inverse of ``to_row``, with the ``experts`` that were kept beside it; StoreError naming the trajectory and
+    ``where`` when a bit has changed."""
     values = tuple(row[name] for name in COLUMNS[:-1])
     if _checksum(values) != row["checksum"]:
         raise StoreError(
@@ -77,7 +82,32 @@ def from_row(row: Mapping[str, Any] | Any, prompt_id: str, where: str) -> Trajec
         ),
         reward=reward,
         info=json.loads(info),
+        routed_experts=experts,
     )
+
+
+def routing_row(trajectory: Trajectory) -> tuple[Any, ...] | None:
+    """Values of ``ROUTING_COLUMNS``, little-endian; None where no experts were recorded."""
+    experts = trajectory.routed_experts
+    if experts is None:
+        return None
+    _, layers, top_k = experts.shape
+    data = experts.astype(experts.dtype.newbyteorder("<"), copy=False).tobytes()
+    values = (trajectory.group_id, trajectory.sample_index, experts.dtype.itemsize, layers, top_k, data)
+    return (*values, _checksum(values))
+
+
+def experts_of(row: Mapping[str, Any] | Any, where: str) -> np.ndarray:
+    """Inverse of ``routing_row``; StoreError naming the trajectory and ``where`` when a bit has changed."""
+    values = tuple(row[name] for name in ROUTING_COLUMNS[:-1])
+    if _checksum(values) != row["checksum"]:
+        raise StoreError(
+            f"routed experts of trajectory {values[0]}/{values[1]} in {where} are damaged: their checksum does not "
+            "match; restore the file from a copy or start a new run"
+        )
+    bytes_each, layers, top_k, data = values[2:]
+    experts = np.frombuffer(data, f"<u{bytes_each}").reshape(-1, layers, top_k)
+    return experts.astype(experts.dtype.newbyteorder("="), copy=False)
 
 
 def _checksum(values: tuple[Any, ...]) -> int:

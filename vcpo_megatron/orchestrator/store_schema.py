@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 APPLICATION_ID = 0x5643504F  # "VCPO" in the header of the file: tells it from any other SQLite file
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 #: Seconds for which opening waits for a process that has the file open.
 BUSY_S = 5.0
 #: Times that a store is copied until one copy is of one moment.
@@ -23,6 +23,7 @@ ADMITTED, SAMPLED, TRAINED, DROPPED, FAILED = "admitted", "sampled", "trained", 
 # ``current`` is 1 for the group that stands for its data position (``cursor_index``), one at most: a group
 # gives it up when the position is admitted again, or when resuming from a checkpoint undoes the group.
 # ``ended_at`` is the number of steps done when a group ended; for a trained group that is its ``step``.
+# ``routing`` holds the experts of samples whose routing is replayed, until no checkpoint brings them back.
 # Blobs are in a table of their own, because SQLite rewrites a whole row when one column changes.
 _SCHEMA = f"""
 CREATE TABLE groups (
@@ -41,6 +42,9 @@ CREATE TABLE samples (
     tokens BLOB NOT NULL, loss_mask BLOB NOT NULL, behavior_logprobs BLOB NOT NULL,
     turns TEXT NOT NULL, reward REAL NOT NULL, info TEXT NOT NULL, checksum INTEGER NOT NULL,
     UNIQUE (group_id, sample_index));
+CREATE TABLE routing (
+    group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, bytes_each INTEGER NOT NULL, layers INTEGER NOT NULL,
+    top_k INTEGER NOT NULL, experts BLOB NOT NULL, checksum INTEGER NOT NULL, UNIQUE (group_id, sample_index));
 CREATE TABLE progress (steps_done INTEGER NOT NULL);
 INSERT INTO progress VALUES (0);
 PRAGMA application_id = {APPLICATION_ID};

@@ -83,8 +83,8 @@ class Trainer:
         finally:
             await cancel(leaving)
         if result is None:
-            print(f"step {batch.step} was left in its middle, as launch.grace_s = {self._stop.grace_s:g} s had no room "
-                  f"for it; its {len(batch.groups)} groups are trained after a resume", flush=True)  # fmt: skip
+            print(f"step {batch.step} was left in its middle (launch.grace_s = {self._stop.grace_s:g} s); its "
+                  f"{len(batch.groups)} groups are trained after a resume", flush=True)  # fmt: skip
             return None
         self._last_step_s = time.monotonic() - started
         groups = [group.group_id for group in batch.groups]
@@ -176,7 +176,12 @@ class Trainer:
         keep = () if best is None or not self._config.checkpoint.keep_best else (best,)
         await asyncio.to_thread(self._directory.prune, self._config.checkpoint.keep_last, keep)
         steps = await asyncio.to_thread(self._directory.complete_steps)
+        if not steps:
+            return
+        oldest = steps[-self._config.checkpoint.keep_last :][0]  # groups that ended before it never come back
+        if self._config.rollout.routing_replay:
+            await self._recorder.write(lambda store: store.prune_routing(oldest))
         rollouts = self._config.checkpoint.keep_rollouts
-        if rollouts is not None and steps:
-            before = min(steps[-self._config.checkpoint.keep_last :][0], self.version - rollouts)
+        if rollouts is not None:
+            before = min(oldest, self.version - rollouts)
             await self._recorder.write(lambda store: store.prune_samples(before))

@@ -53,7 +53,7 @@ def _environment_code(what: str) -> Iterator[None]:
 
 @dataclass
 class _Record:
-    """The growing trajectory. ``spans`` are those of the turn in progress."""
+    """The growing trajectory. ``spans`` are those of the turn in progress; ``experts`` tile its first tokens."""
 
     tokens: list[int]
     mask: list[bool]
@@ -61,6 +61,7 @@ class _Record:
     turns: list[Turn] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     sampled: int = 0
+    experts: list[np.ndarray] = field(default_factory=list)
 
     @classmethod
     def of_prompt(cls, prompt: Sequence[int]) -> _Record:
@@ -86,6 +87,17 @@ class _Record:
         self.mask += [True] * len(result.output_ids)
         self.logprobs += result.logprobs
         self.sampled += len(result.output_ids)
+        if result.routed_experts is not None:
+            # The first record of a token stays: it is the one that its log-prob, or those after it, were sampled with.
+            self.experts.append(result.routed_experts[sum(map(len, self.experts)) :])
+
+    def routed_experts(self) -> np.ndarray | None:
+        """[L, layers, k], with the dtype's largest value where nothing was recorded."""
+        if not self.experts:
+            return None
+        known = np.concatenate(self.experts)
+        missing = len(self.tokens) - len(known)
+        return np.pad(known, ((0, missing), (0, 0), (0, 0)), constant_values=np.iinfo(known.dtype).max)
 
     def end_turn(self, start: int, finish_reason: str) -> None:
         self.turns.append(Turn(start, len(self.tokens), finish_reason, tuple(self.spans)))
@@ -99,9 +111,9 @@ def _check_answer(result: GenerateResult, budget: int) -> None:
         raise EpisodeError(f"the server answered {count} tokens where at most {budget} were asked for")
     if len(result.logprobs) != count:
         raise EpisodeError(f"the server answered {count} tokens with {len(result.logprobs)} log-probs")
-    for position, logprob in enumerate(result.logprobs):
-        if not math.isfinite(logprob):
-            raise EpisodeError(f"the server answered log-prob {logprob} at token {position} of its answer")
+    if not all(map(math.isfinite, result.logprobs)):
+        position, logprob = next((i, x) for i, x in enumerate(result.logprobs) if not math.isfinite(x))
+        raise EpisodeError(f"the server answered log-prob {logprob} at token {position} of its answer")
     borders = [0, *(end for _, end, _ in result.spans)]
     gapless = all(start == border < end for border, (start, end, _) in zip(borders, result.spans, strict=False))
     if not gapless or borders[-1] != count:
@@ -252,5 +264,5 @@ async def run_episode(
         prompt_length=record.turns[0].start, tokens=np.asarray(record.tokens, dtype=np.int32),
         loss_mask=np.asarray(record.mask, dtype=np.bool_),
         behavior_logprobs=np.asarray(record.logprobs, dtype=np.float32), turns=tuple(record.turns),
-        reward=float(outcome.reward), info=dict(outcome.info),
+        reward=float(outcome.reward), info=dict(outcome.info), routed_experts=record.routed_experts(),
     )  # fmt: skip

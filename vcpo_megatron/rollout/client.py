@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import math
 import secrets
@@ -21,6 +22,7 @@ from ..config.servers import TESTED_SGLANG
 from . import protocol
 from .back_off import BackOff
 from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
+from .routing import RoutingShape
 
 #: Establishing a TCP connection is quick or hopeless; it does not get the whole request timeout.
 CONNECT_TIMEOUT_S = 10.0
@@ -55,15 +57,17 @@ class ServerClient:
     """Client of the server at ``base_url``. ``timeout_s`` bounds every single request.
 
     ``cache_key`` names the weights that the server holds: what its cache has read under another name is not used.
+    ``routing`` is that of a model whose routed experts are asked for with every answer.
 
     Requests raise ServerError (refused), ServerUnavailable (no answer) or ProtocolError (an id
     outside [0, vocab_size), or an answer that does not follow the protocol).
     """
 
-    def __init__(self, base_url: str, vocab_size: int, timeout_s: float):
+    def __init__(self, base_url: str, vocab_size: int, timeout_s: float, routing: RoutingShape | None = None):
         self.base_url = base_url.rstrip("/")
         self.vocab_size = vocab_size
         self.timeout_s = timeout_s
+        self.routing = routing
         self.cache_key: str | None = None
         #: Whether the server brackets updates by begin and end; servers before SGLang 0.5.21 do not.
         self._brackets = True
@@ -75,8 +79,9 @@ class ServerClient:
         """One answer to one prompt."""
         self._check_prompt(input_ids, sampling)
         body = protocol.generate_body(input_ids, sampling, rid, self.cache_key)
-        reply = await self._post(protocol.GENERATE, body)
-        return self._parsed(protocol.GENERATE, protocol.parse_generate, reply, self.vocab_size, sampling)
+        reply = await self._post(protocol.GENERATE, body | self._routing_options)
+        result = self._parsed(protocol.GENERATE, protocol.parse_generate, reply, self.vocab_size, sampling)
+        return self._with_experts(result, reply, input_ids)
 
     async def generate_batch(
         self,
@@ -88,8 +93,21 @@ class ServerClient:
         body = protocol.generate_batch_body(prompts, samplings, rids, self.cache_key)
         for prompt, sampling in zip(prompts, samplings, strict=True):
             self._check_prompt(prompt, sampling)
-        reply = await self._post(protocol.GENERATE, body)
-        return self._parsed(protocol.GENERATE, protocol.parse_generate_batch, reply, samplings, self.vocab_size)
+        reply = await self._post(protocol.GENERATE, body | self._routing_options)
+        found = self._parsed(protocol.GENERATE, protocol.parse_generate_batch, reply, samplings, self.vocab_size)
+        return [self._with_experts(*one) for one in zip(found, reply, prompts, strict=True)]
+
+    @property
+    def _routing_options(self) -> dict[str, Any]:
+        return {} if self.routing is None else {"return_routed_experts": True}
+
+    def _with_experts(self, result: GenerateResult, reply: Any, prompt: Sequence[int]) -> GenerateResult:
+        """An answer without a token (aborted while it waited) went through no layer."""
+        if self.routing is None or not result.output_ids:
+            return result
+        tokens = len(prompt) + len(result.output_ids)
+        experts = self._parsed(protocol.GENERATE, self.routing.parse, reply, tokens)
+        return dataclasses.replace(result, routed_experts=experts)
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probs [L-1] of ``tokens[t]`` given ``tokens[:t]``, t = 1..L-1, at temperature 1."""

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 GENERATE = "/generate"
 PAUSE_GENERATION = "/pause_generation"
@@ -67,6 +70,9 @@ def token_ids(value: object, name: str, vocab_size: int | None = None) -> tuple[
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise ProtocolError(f"{name} = {value!r}: expected a list of token ids")
     high = None if vocab_size is None else vocab_size - 1
+    # A loop in Python over every token is most of what an answer costs: it only looks for what is wrong.
+    if set(map(type, value)) <= {int} and (not value or (min(value) >= 0 and (high is None or max(value) <= high))):
+        return tuple(value)
     for index, token in enumerate(value):
         if isinstance(token, bool) or not isinstance(token, int) or token < 0 or (high is not None and token > high):
             within = "a non-negative integer" if high is None else f"an id of the vocabulary, 0..{high}"
@@ -155,13 +161,15 @@ class GenerateResult:
     """One answer. ``logprobs[t]`` is log mu(output_ids[t] | ...) at the sampling temperature.
 
     ``spans`` tile [0, len(output_ids)); ``finish_reason`` is "stop" (the stop token is the last of
-    ``output_ids``), "length" or "abort" (``output_ids`` holds what was sampled until then).
+    ``output_ids``), "length" or "abort" (``output_ids`` holds what was sampled until then). ``routed_experts``
+    are those of every token of prompt and answer but the last, uint8 or uint16 [P + G - 1, layers, k], where asked for.
     """
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[Span, ...]
     finish_reason: str
+    routed_experts: np.ndarray | None = None
 
 
 # ---------------------------------------------------------------- request bodies
@@ -371,6 +379,11 @@ def _logprobs(entries: object, tokens: Sequence[int], name: str) -> tuple[float,
     if not isinstance(entries, list) or len(entries) != len(tokens):
         got = len(entries) if isinstance(entries, list) else repr(entries)
         raise ProtocolError(f"{name}: {got} entries for {len(tokens)} tokens")
+    if set(map(type, entries)) == {list} and min(map(len, entries)) > 1:  # as in ``token_ids``
+        found = [entry[0] for entry in entries]
+        if set(map(type, found)) == {float} and all(map(math.isfinite, found)):
+            if all(map(operator.eq, (entry[1] for entry in entries), tokens)):
+                return tuple(found)
     values = []
     for index, (entry, token) in enumerate(zip(entries, tokens, strict=True)):
         if not isinstance(entry, Sequence) or len(entry) < 2 or entry[1] != token:

@@ -244,12 +244,14 @@ def _pack_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         ],
         "reward": trajectory.reward,
         "info": dict(trajectory.info),
+        "routed": trajectory.routed_experts is not None,
     }
 
 
 def _pack_batch(batch: Batch, buffers: _Buffers) -> dict[str, Any]:
-    """Per-token arrays of all trajectories go as three concatenated buffers."""
+    """Per-token arrays of all trajectories go as concatenated buffers, one a kind."""
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    routed = [t.routed_experts for t in trajectories if t.routed_experts is not None]
 
     def joined(name: str, dtype: Any) -> list[Any]:
         arrays = [getattr(trajectory, name) for trajectory in trajectories]
@@ -261,6 +263,7 @@ def _pack_batch(batch: Batch, buffers: _Buffers) -> dict[str, Any]:
         "tokens": joined("tokens", np.int32),
         "loss_mask": joined("loss_mask", np.bool_),
         "behavior_logprobs": joined("behavior_logprobs", np.float32),
+        "routed_experts": _pack_array(np.concatenate(routed), buffers) if routed else None,
     }
 
 
@@ -274,18 +277,24 @@ def _unpack_turns(rows: list[Any]) -> tuple[Turn, ...]:
 def _unpack_batch(packed: dict[str, Any], frames: list[Any]) -> Batch:
     names = ("tokens", "loss_mask", "behavior_logprobs")
     arrays = {name: _unpack_array(packed[name], frames) for name in names}
-    position = 0
+    experts = None if packed["routed_experts"] is None else _unpack_array(packed["routed_experts"], frames)
+    position = routed = 0
     groups = []
     for group_id, prompt_id, rows in packed["groups"]:
         members = []
         for row in rows:
             cut = slice(position, position + row["length"])
             position = cut.stop
+            own = None
+            if row["routed"]:
+                assert experts is not None
+                own, routed = experts[routed : routed + row["length"]], routed + row["length"]
             members.append(
                 Trajectory(
                     group_id=group_id, sample_index=row["sample"], prompt_id=prompt_id,
                     prompt_length=row["prompt_length"], turns=_unpack_turns(row["turns"]),
-                    reward=row["reward"], info=row["info"], **{name: arrays[name][cut] for name in names},
+                    reward=row["reward"], info=row["info"], routed_experts=own,
+                    **{name: arrays[name][cut] for name in names},
                 )
             )  # fmt: skip
         groups.append(Group(group_id, prompt_id, tuple(members)))

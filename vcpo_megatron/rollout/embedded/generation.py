@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ..protocol import SamplingParams, Span
 
 
@@ -15,7 +17,7 @@ class Generation:
 
     ``finish`` is None while it runs, then SGLang's ``finish_reason`` object; ``failure`` is the
     reason why it could not be answered. ``input_logprobs`` [len(prompt) - score_from - 1] are at
-    temperature 1; ``length`` counts prompt and answer so far.
+    temperature 1; ``length`` counts prompt and answer so far. ``experts`` tile the first ``routed`` tokens.
     """
 
     rid: str
@@ -24,10 +26,13 @@ class Generation:
     stop: frozenset[int]
     seed: int
     score_from: int | None = None
+    return_experts: bool = False
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     input_logprobs: list[float] | None = None
+    experts: list[np.ndarray] = field(default_factory=list)
+    routed: int = 0
     retractions: int = 0
     finish: dict[str, Any] | None = None
     failure: str = ""
@@ -52,6 +57,13 @@ class Generation:
             self.finish = {"type": "length", "length": self.sampling.max_new_tokens}
         elif token in self.stop:
             self.finish = {"type": "stop", "matched": token}
+
+    def append_experts(self, chosen: np.ndarray) -> None:
+        """Takes experts [n, layers, k] of the next n tokens that went through the model. A token that is computed once
+        more, after a retraction, keeps its first ones: its log-prob was sampled with them."""
+        if self.return_experts:
+            self.experts.append(chosen.astype(np.int32))
+            self.routed += len(chosen)
 
     def close_span(self, version: str) -> None:
         """Everything sampled since the last call was sampled by ``version``."""

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from .errors import ModelError
+from .routers import RouterCapture
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,13 @@ class DecodeInputs(NamedTuple):
     positions: torch.Tensor
     rows: torch.Tensor
     mask: torch.Tensor
+
+
+class Computed(NamedTuple):
+    """What a forward gives: logits, and where they are captured the experts int64 [T, layers, k] of all its tokens."""
+
+    logits: torch.Tensor
+    experts: torch.Tensor | None
 
 
 class PackedAttention:
@@ -161,19 +169,22 @@ class _PassThrough:
 class _Forward(torch.nn.Module):
     """The model as a function of plain tensors, in a form that can be traced."""
 
-    def __init__(self, model: Any, attention: PackedAttention, packed: bool) -> None:
+    def __init__(self, model: Any, attention: PackedAttention, packed: bool, routers: RouterCapture | None) -> None:
         super().__init__()
         self.model = model
+        self.routers = routers
         self.attention = attention
         self.kind: type[Packed] | type[DecodeInputs] = Packed if packed else DecodeInputs
         names = inspect.signature(model.forward).parameters
         # transformers renamed the argument in version 5.
         self.cache_name = "cache" if "cache" in names else "past_key_values"
 
-    def forward(self, inputs: Any, cache: Any) -> torch.Tensor:
+    def forward(self, inputs: Any, cache: Any) -> tuple[torch.Tensor, ...]:
+        """(logits,), or (logits, experts) where they are captured."""
         bound = self.kind(*inputs)
         self.attention.bind(bound, cache)
-        return self.call(bound.ids, bound.positions, bound.keep if isinstance(bound, Packed) else 0)
+        logits = self.call(bound.ids, bound.positions, bound.keep if isinstance(bound, Packed) else 0)
+        return (logits,) if self.routers is None else (logits, self.routers.take())
 
     def call(self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | int) -> torch.Tensor:
         output = self.model(
@@ -202,28 +213,36 @@ class PackedModel:
     _decode: Any
     _mixed: Any
 
-    def decode(self, inputs: DecodeInputs, cache: list[torch.Tensor]) -> torch.Tensor:
+    def decode(self, inputs: DecodeInputs, cache: list[torch.Tensor]) -> Computed:
         """Logits [B, V] of one token a row; writes its keys and values."""
-        return self._decode(tuple(inputs), cache)
+        return self._computed(self._decode(tuple(inputs), cache))
 
-    def mixed(self, inputs: Packed, cache: list[torch.Tensor]) -> torch.Tensor:
+    def mixed(self, inputs: Packed, cache: list[torch.Tensor]) -> Computed:
         """Logits [K, V] at ``inputs.keep`` of decode and prefill tokens; writes keys and values."""
-        return self._mixed(tuple(inputs), cache)
+        return self._computed(self._mixed(tuple(inputs), cache))
+
+    @staticmethod
+    def _computed(found: tuple[torch.Tensor, ...]) -> Computed:
+        return Computed(found[0], found[1] if len(found) > 1 else None)
 
 
-def build(model: Any, context_length: int) -> PackedModel:
-    """Wraps a transformers model; ModelError when its architecture cannot be run exactly."""
+def build(model: Any, context_length: int, *, routed_experts: bool = False) -> PackedModel:
+    """Wraps a transformers model; ModelError when its architecture cannot be run exactly, or has no experts to
+    return."""
     from transformers import AttentionInterface
 
     attention = PackedAttention(context_length)
     AttentionInterface.register(ATTENTION, attention)
-    decode, mixed = _Forward(model, attention, packed=False), _Forward(model, attention, packed=True)
+    routers = RouterCapture(model) if routed_experts else None
+    decode, mixed = (_Forward(model, attention, packed, routers) for packed in (False, True))
     with torch.inference_mode():
         probe = torch.arange(6) % model.config.vocab_size
         reference = model(input_ids=probe[None], use_cache=False).logits[0].float()
         model.set_attn_implementation(ATTENTION)
         attention.bind(None, [])
         mixed.call(probe[:2], torch.arange(2), 0)
+        if routers is not None:
+            routers.take()
         layers = sorted(attention.shapes)
         if not layers or layers != list(range(len(layers))):
             raise ModelError(f"only layers {layers} go through transformers' attention interface")
@@ -267,11 +286,11 @@ def _check_against_stock(packed: PackedModel, probe: torch.Tensor, reference: to
     """Prefill of all but the last token, then one decode step, must give stock transformers' logits."""
     size = len(probe) - 1
     inputs, cache = _probe_inputs(packed, (size,), 0)
-    logits = packed.mixed(inputs._replace(ids=probe[:size]), cache)
+    logits = packed.mixed(inputs._replace(ids=probe[:size]), cache).logits
     mask = torch.full((1, 1, 1, 32), float("-inf"), dtype=packed.dtype)
     mask[..., : size + 1] = 0
     step = DecodeInputs(probe[size:], torch.tensor([size]), torch.tensor([0]), mask)
-    logits = torch.cat((logits, packed.decode(step, cache))).float()
+    logits = torch.cat((logits, packed.decode(step, cache).logits)).float()
     tolerance = 1e-3 if packed.dtype == torch.float32 else 0.1
     difference = float((logits - reference).abs().max())
     if not difference <= tolerance * max(1.0, float(reference.abs().max())):
@@ -311,5 +330,5 @@ def _same(packed: PackedModel, forward: _Forward, trace: Any, sizes: tuple[int, 
     results = []
     for function in (forward, trace):
         inputs, cache = _forward_inputs(packed, forward, sizes, batch)
-        results.append([function(inputs, cache), *cache])
+        results.append([*function(inputs, cache), *cache])
     return all(map(torch.equal, *results))

@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..protocol import ProtocolError, SamplingParams, token_ids
+from ..routing import encode
 from .errors import RequestError
 from .generation import Generation
 
@@ -16,6 +19,7 @@ from .generation import Generation
 MAX_SEQUENCES = 8192
 _KEYS = {
     "rid", "input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "stream",
+    "return_routed_experts",
     "extra_key",  # keeps caches of prefixes apart, of which this engine has none
     "return_sampling_mask",  # comes with what is refused by name, below
 }  # fmt: skip
@@ -23,13 +27,15 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class RequestParser:
-    """What a request is checked against. ``generator`` gives unseeded requests their seeds."""
+    """What a request is checked against. ``generator`` gives unseeded requests their seeds.
+    ``routed_experts``: the model's experts are captured, so they can be asked for."""
 
     vocab_size: int
     context_length: int
     stop_tokens: frozenset[int]
     tokenizer: Any
     generator: random.Random
+    routed_experts: bool = False
 
     def parse(self, body: Mapping[str, Any]) -> ParsedRequest:
         """RequestError names the key and value that cannot be served."""
@@ -53,9 +59,14 @@ class RequestParser:
         starts = _per_prompt(body.get("logprob_start_len", -1), count, is_list, "logprob_start_len")
         rids = _rids(body.get("rid"), count, is_list)
         _check_count(sum(_copies(sampling) for sampling in samplings))
+        with_experts = _boolean(body, "return_routed_experts")
+        if with_experts and not self.routed_experts:
+            raise RequestError("return_routed_experts: start the server with --enable-return-routed-experts")
         sequences = []
         for prompt, sampling, start, rid in zip(prompts, samplings, starts, rids, strict=True):
             sequences.extend(self._sequences(prompt, sampling, start if with_logprob else -1, rid))
+        for sequence in sequences:
+            sequence.return_experts = with_experts
         flat = is_list or len(sequences) > 1
         return ParsedRequest(sequences, flat, with_logprob)
 
@@ -145,6 +156,10 @@ class ParsedRequest:
                 [logprob, token, None] for logprob, token in zip(sequence.logprobs, sequence.output_ids, strict=True)
             ]
             meta["input_token_logprobs"] = _input_logprobs(sequence)
+        if sequence.return_experts and sequence.experts:
+            # every token that was computed but the last of a prompt after which nothing was sampled
+            rows = len(sequence.prompt) + len(sequence.output_ids) - 1
+            meta["routed_experts"] = encode(np.concatenate(sequence.experts)[:rows])
         text = tokenizer.decode(sequence.output_ids) if tokenizer is not None else ""
         return {"text": text, "output_ids": sequence.output_ids, "meta_info": meta}
 

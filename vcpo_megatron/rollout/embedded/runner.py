@@ -50,7 +50,9 @@ class Runner:
             logits = self._forward_with(admitted, prompts)
             self._admit(admitted)
         else:
-            logits = self.model.decode(self._require_decode(), self._cache.tensors)[:batch]
+            logits, experts = self.model.decode(self._require_decode(), self._cache.tensors)
+            logits = logits[:batch]
+            self._record_experts(experts, [])
         ids, logprobs = sample(logits, self._temperatures, uniforms(self._seeds, self._counts))
         self._record(ids, logprobs)
 
@@ -119,11 +121,19 @@ class Runner:
         batch = len(self.running)
         decode = self._decode
         if self.deterministic:
-            parts = [self.model.decode(decode, self._cache.tensors)[:batch]] if decode is not None else []
-            alone = [_packed(None, [prompt], self.model.dtype) for prompt in prompts]
-            logits = torch.cat(parts + [self.model.mixed(inputs, self._cache.tensors) for inputs in alone])
+            parts = []
+            if decode is not None:
+                logits, experts = self.model.decode(decode, self._cache.tensors)
+                parts.append(logits[:batch])
+                self._record_experts(experts, [])
+            for prompt in prompts:
+                logits, experts = self.model.mixed(_packed(None, [prompt], self.model.dtype), self._cache.tensors)
+                parts.append(logits)
+                self._record_experts(experts, [prompt], decoded=0)
+            logits = torch.cat(parts)
         else:
-            logits = self.model.mixed(_packed(decode, prompts, self.model.dtype), self._cache.tensors)
+            logits, experts = self.model.mixed(_packed(decode, prompts, self.model.dtype), self._cache.tensors)
+            self._record_experts(experts, prompts)
         return logits[self._distribute(prompts, batch, len(admitted), logits)]
 
     def _distribute(self, prompts: list[_Prompt], batch: int, count: int, logits: torch.Tensor) -> torch.Tensor:
@@ -144,6 +154,22 @@ class Runner:
                 if sequence_row != prompt.rows[0]:
                     self._cache.copy_row(prompt.rows[0], sequence_row, len(prompt.tokens))
         return torch.tensor(source)
+
+    def _record_experts(
+        self, experts: torch.Tensor | None, prompts: Sequence[_Prompt], decoded: int | None = None
+    ) -> None:
+        """Give the sequences what a forward of ``decoded`` rows (default: all that run) and ``prompts`` chose."""
+        if experts is None:
+            return
+        chosen = experts.numpy()
+        offset = len(self.running) if decoded is None else decoded
+        for sequence, row in zip(self.running[:offset], chosen, strict=False):
+            sequence.append_experts(row[None])
+        for prompt in prompts:
+            end = offset + len(prompt.tokens)
+            for sequence in prompt.sequences:
+                sequence.append_experts(chosen[offset + sequence.routed : end])
+            offset = end
 
     # ------------------------------------------------------------ batch state
 

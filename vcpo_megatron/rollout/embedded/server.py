@@ -57,6 +57,11 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="pad every forward to a fixed shape: the same seeded requests give the same bits",
     )
+    parser.add_argument(
+        "--enable-return-routed-experts",
+        action="store_true",
+        help="answer return_routed_experts: the experts of every token of a mixture of experts",
+    )
     return parser
 
 
@@ -133,7 +138,7 @@ def make_service(options: argparse.Namespace, on_failure: Callable[[], None]) ->
     config = read_config(folder)
     length = context_length(config, options.context_length)
     model = load_model(folder, options.dtype)
-    packed = build(model, length)
+    packed = build(model, length, routed_experts=options.enable_return_routed_experts)
     runner = Runner(packed, options.max_running_requests, length, options.enable_deterministic_inference)
     scheduler = Scheduler(runner, options.weight_version)
     seed = secrets.randbits(31) if options.random_seed is None else options.random_seed
@@ -142,7 +147,8 @@ def make_service(options: argparse.Namespace, on_failure: Callable[[], None]) ->
         engine=Engine(scheduler, on_failure),
         scheduler=scheduler,
         parser=RequestParser(
-            packed.vocab_size, length, stop_tokens(folder, config), load_tokenizer(folder), random.Random(seed)
+            packed.vocab_size, length, stop_tokens(folder, config), load_tokenizer(folder), random.Random(seed),
+            options.enable_return_routed_experts,
         ),
         parameters=parameters,
         session=UpdateSession(parameters),
@@ -157,5 +163,6 @@ def make_service(options: argparse.Namespace, on_failure: Callable[[], None]) ->
             "random_seed": seed,
             "dtype": options.dtype,
             "enable_deterministic_inference": options.enable_deterministic_inference,
+            "enable_return_routed_experts": options.enable_return_routed_experts,
         },
     )
