@@ -67,6 +67,7 @@ BAD = [
     ([("parallel.context", 2)], "launch.learner_ranks = 1", "; 2 would be"),
     ([("parallel.expert", 2), ("launch.learner_ranks", 2)], "parallel.expert = 2", "has no experts"),
     ([("parallel.expert_tensor", 2), ("launch.learner_ranks", 2)], "parallel.expert_tensor = 2", "has no experts"),
+    ([("rollout.routing_replay", True)], "rollout.routing_replay = true", "has no experts; set it to false"),
     ([("parallel.virtual_pipeline", 2)], "parallel.virtual_pipeline = 2", "needs parallel.pipeline of at least 2"),
     ([("parallel.virtual_pipeline", 2), ("parallel.pipeline", 2), ("launch.learner_ranks", 2)],
      "parallel.virtual_pipeline = 2", "= 4 does not divide the 2 layers"),
@@ -177,6 +178,17 @@ def test_splits_of_experts(
     assert [problem for problem in found if problem.startswith("parallel.")][0].startswith(start)
     sound = (("parallel.expert", 2), ("launch.learner_ranks", 8), ("train.groups_per_step", 4))
     assert not [problem for problem in problems(make(model, *sound)) if not problem.startswith("model.path")]
+
+
+def test_routing_replay_needs_experts_and_a_record(
+    make: Callable[..., RunConfig], make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, on = ("model.path", make_model(**EXPERTS)), ("rollout.routing_replay", True)
+    assert not [problem for problem in problems(make(model, on)) if problem.startswith("rollout.")]
+    (tmp_path / "rollouts.sqlite").touch()
+    found = problems(make(model, on, ("rollout.engine", "replay"), ("rollout.replay", tmp_path)))
+    (problem,) = [problem for problem in found if problem.startswith("rollout.")]
+    assert problem.startswith('rollout.routing_replay = true: rollout.engine = "replay" has no record of experts')
 
 
 def test_heads_and_mlp_are_checked_too(make: Callable[..., RunConfig], make_model: Callable[..., Path]) -> None:

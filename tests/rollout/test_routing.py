@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.learner.families import SIZES, make_family
 from tests.rollout.conftest import Running
@@ -22,6 +23,7 @@ from vcpo_megatron.rollout.embedded.errors import ModelError
 from vcpo_megatron.rollout.embedded.generation import Generation
 from vcpo_megatron.rollout.embedded.loading import load_model
 from vcpo_megatron.rollout.embedded.runner import Runner
+from vcpo_megatron.rollout.embedded.weights import Parameters, named_tensors
 from vcpo_megatron.rollout.protocol import GenerateResult, ProtocolError, SamplingParams, Span
 from vcpo_megatron.rollout.routing import RoutingShape, encode
 
@@ -114,6 +116,24 @@ def test_the_embedded_engine_serves_mixtures_of_experts(
         assert np.allclose(sequence.logprobs, expected, atol=1e-5, rtol=0)
         experts = np.concatenate(sequence.experts)
         assert np.array_equal(np.sort(experts, axis=-1), chosen(folders[name], list(sequence.tokens))[:-1])
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "qwen2-moe-mixed"])
+def test_parameters_have_the_names_of_the_files(name: str, folders: dict[str, Path]) -> None:
+    """What a learner sends is what the safetensors hold; a weight that is sent reaches the model."""
+    model = load_model(folders[name], "float32")
+    held = load_file(folders[name] / "model.safetensors")
+    parameters = Parameters(dict(named_tensors(model)))
+    assert {key: list(tensor.shape) for key, tensor in parameters.items()} == {
+        key: list(tensor.shape) for key, tensor in held.items()
+    }
+    assert all(torch.equal(tensor, held[key]) for key, tensor in parameters.items())
+    key = next(key for key in held if ".experts.3." in key and ("up_proj" in key or ".w3." in key))
+    parameters.load([(key, torch.full_like(held[key], 7.0))])
+    width = held[key].shape[0]
+    stacked = next(t for k, t in model.state_dict().items() if k.endswith("gate_up_proj"))
+    assert bool((stacked[3, width:] == 7).all()) and not bool((stacked[3, :width] == 7).any())
+    assert not bool((stacked[2] == 7).any())
 
 
 def test_experts_are_refused_where_there_are_none(start_server: Any, folders: dict[str, Path], versions: Any) -> None:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,7 +74,7 @@ class _Task:
 
     name = "fake"
     fingerprint = ""
-    sampling: dict[str, Any] = {}  # noqa: RUF012
+    sampling: Mapping[str, Any] = {}  # noqa: RUF012
     max_prompt_tokens = _PROMPT
 
     def train_example(self, index: int) -> Example:

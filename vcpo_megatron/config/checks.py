@@ -95,16 +95,26 @@ def _combinations(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """The split of experts, and what exact per-trajectory gradients ask of it."""
-    parallel, path, experts = config.parallel, config.model.path, shape.experts
-    if config.rollout.routing_replay and experts is None:
-        yield f"rollout.routing_replay = true: {path} has no experts; set it to false"
-    if config.rollout.routing_replay and config.rollout.engine == "replay":
+def _routing_replay(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    if shape.experts is None:
+        yield f"rollout.routing_replay = true: {config.model.path} has no experts; set it to false"
+    elif shape.experts.sigmoid:
+        yield (
+            f"rollout.routing_replay = true: {config.model.path} routes by sigmoids and a bias, for which it is not "
+            "tested; set it to false"
+        )
+    if config.rollout.engine == "replay":
         yield (
             'rollout.routing_replay = true: rollout.engine = "replay" has no record of experts, which are deleted once '
             "trained; set it to false"
         )
+
+
+def _experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """The split of experts, and what exact per-trajectory gradients ask of it."""
+    parallel, path, experts = config.parallel, config.model.path, shape.experts
+    if config.rollout.routing_replay:
+        yield from _routing_replay(config, shape)
     if experts is None:
         for name in ("expert", "expert_tensor"):
             if (value := getattr(parallel, name)) > 1:

@@ -21,7 +21,7 @@ from .groups import WeightGroups
 from .loading import load_model
 from .requests import RequestParser
 from .scheduler import Scheduler
-from .weights import NamedTensors, Parameters, UpdateSession, combined_checksum, decode_bucket
+from .weights import NamedTensors, Parameters, UpdateSession, combined_checksum, decode_bucket, named_tensors
 
 #: Bodies carry whole models; this only stops a runaway client.
 MAX_BODY_BYTES = 2**37
@@ -194,7 +194,7 @@ class Service:
             self.scheduler.set_version(version)
 
     def _load_from_disk(self, path: Path, version: str | None) -> int:
-        tensors = list(load_model(path, self.dtype).state_dict().items())
+        tensors = named_tensors(load_model(path, self.dtype))
         self.parameters.check(tensors)
         self._load(tensors, version)
         return self.scheduler.num_running if self.scheduler.paused else 0

@@ -32,6 +32,8 @@ class RouterCapture:
 
     def _watch(self, number: int) -> Any:
         def hook(module: Any, inputs: Any, output: Any) -> None:
+            if not isinstance(output, tuple) or len(output) != 3:
+                raise ModelError(f"--enable-return-routed-experts: {type(module).__name__} does not name its experts")
             self._chosen[number] = output[2]
 
         return hook

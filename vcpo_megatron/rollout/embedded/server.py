@@ -132,7 +132,7 @@ def make_service(options: argparse.Namespace, on_failure: Callable[[], None]) ->
     from .requests import RequestParser
     from .runner import Runner
     from .scheduler import Scheduler
-    from .weights import Parameters, UpdateSession
+    from .weights import Parameters, UpdateSession, named_tensors
 
     folder = options.model_path
     config = read_config(folder)
@@ -142,7 +142,7 @@ def make_service(options: argparse.Namespace, on_failure: Callable[[], None]) ->
     runner = Runner(packed, options.max_running_requests, length, options.enable_deterministic_inference)
     scheduler = Scheduler(runner, options.weight_version)
     seed = secrets.randbits(31) if options.random_seed is None else options.random_seed
-    parameters = Parameters(model.state_dict())
+    parameters = Parameters(dict(named_tensors(model)))
     return Service(
         engine=Engine(scheduler, on_failure),
         scheduler=scheduler,

@@ -68,6 +68,26 @@ def _is_named_tensor(item: object) -> bool:
     )
 
 
+def named_tensors(model: Any) -> NamedTensors:
+    """The parameters of a transformers model under the names of its files, which are those that a learner sends.
+
+    transformers stacks the experts of a layer in memory, gate and up projection in one: each is a view here.
+    """
+    named: NamedTensors = []
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name, tensor in model.state_dict().items():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        base, stacked, kind = name.rpartition(".experts.")
+        if not stacked or kind not in ("gate_up_proj", "down_proj"):
+            named.append((name, tensor))
+            continue
+        for expert, one in enumerate(tensor):
+            parts = [(down, one)] if kind == "down_proj" else zip((gate, up), one.chunk(2), strict=True)
+            named += [(f"{base}.experts.{expert}.{part}.weight", view) for part, view in parts]
+    return named
+
+
 class Parameters:
     """The model's tensors under their Hugging Face names; tied names share one tensor."""
 
