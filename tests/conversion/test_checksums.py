@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vcpo_megatron.config.model_shape import model_shape
+from vcpo_megatron.config.model_families import model_shape
 from vcpo_megatron.conversion.checksums import Checksums
 
 CONFIG: dict[str, Any] = {
@@ -22,7 +22,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def test_known_digest() -> None:
-    """SHA-256 of the eight bytes of [1.0, -2.0] in float32: printf '\\x00\\x00\\x80\\x3f\\x00\\x00\\x00\\xc0' | sha256sum."""
+    """Of [1.0, -2.0] in float32: printf '\\x00\\x00\\x80\\x3f\\x00\\x00\\x00\\xc0' | sha256sum."""
     checksums = Checksums("embedded", model_shape({**CONFIG, "tie_word_embeddings": False}))
     checksums.add("a.weight", torch.tensor([1.0, -2.0]))
     assert checksums.result() == {"a.weight": KNOWN}
@@ -52,7 +52,8 @@ def test_sglang_fuses_what_the_stream_has_one_after_the_other() -> None:
 def test_the_embedded_engine_shows_tied_weights_under_both_names() -> None:
     checksums = Checksums("embedded", model_shape(CONFIG))
     checksums.add("model.embed_tokens.weight", torch.ones(70, 8))
-    assert checksums.result() == {name: digest(torch.ones(70, 8)) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    expected = digest(torch.ones(70, 8))
+    assert checksums.result() == {"model.embed_tokens.weight": expected, "lm_head.weight": expected}
 
 
 KNOWN = "ee4ac73c2bd27756"

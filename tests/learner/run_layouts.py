@@ -191,7 +191,7 @@ def optimizer_in_use(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[d
     outcomes = one_step_each(cases)
     from megatron.core.optimizer import Adam
 
-    unwanted = ("apex", "torch._dynamo", "torch._inductor")
+    unwanted = ("apex", "torch._inductor.compile_fx")
     return outcomes, Adam.__module__, {name for name in unwanted if sys.modules.get(name)}
 
 

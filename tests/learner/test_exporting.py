@@ -20,7 +20,7 @@ from .world import run_world
 #: directory -> (family, tied, sections of the configuration)
 RUNS = {
     "tied pp2 bf16": ("qwen2", True, {"parallel": {"pipeline": 2}, "model": {"dtype": "bfloat16"}}),
-    "experts tp2 ep2": ("latent", False, {"parallel": {"tensor": 2, "sequence_parallel": True, "expert": 2}}),
+    "experts tp2 ep2": ("shared", False, {"parallel": {"tensor": 2, "sequence_parallel": True, "expert": 2}}),
     "no room": ("qwen2", True, {}),
     "off": ("qwen2", True, {"checkpoint": {"export_hf_every": 2}}),
 }
@@ -48,7 +48,7 @@ def test_exports_equal_those_of_the_checkpoint(tmp_path: Path) -> None:
     found = run_world(2, "learner.run_layouts:export_and_save", {"cases": cases, "batch": batch}, timeout_s=250)
     assert found == [["step_1"], ["step_1"], [], []]  # a failed export ends no run
 
-    for (config, run_dir), family in zip(cases[:2], ("qwen2", "latent"), strict=True):
+    for (config, run_dir), family in zip(cases[:2], ("qwen2", "shared"), strict=True):
         run, back = RunDirectory(Path(run_dir)), tmp_path / f"back {family}"
         export_hf(run.checkpoint(1), back, progress=False)
         assert {path.name: path.read_bytes() for path in back.iterdir()} == {

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
@@ -29,6 +30,10 @@ def test_answers_come_back_bit_for_bit() -> None:
     answers = (Answer(2**32 - 1, GenerateResult((5, 0, 7), (-0.1, -1e-7, -3.3333333333333335), spans, "abort")),)
     assert from_text(to_text(answers)) == answers
     assert answers[0].versions() == [3, 4]
+    routed = np.arange(300, 318, dtype=np.uint16).reshape(3, 3, 2)
+    (back,) = from_text(to_text([Answer(1, GenerateResult((5,), (-0.1,), (Span(0, 1, "1.0"),), "stop", routed))]))
+    assert back.result.routed_experts is not None and back.result.routed_experts.dtype == np.uint16
+    np.testing.assert_array_equal(back.result.routed_experts, routed)
 
 
 def test_an_episode_is_led_through_its_answers_and_goes_on() -> None:

@@ -9,11 +9,15 @@ episode that does not ask for the same tokens again (an observation has changed)
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from ..rollout.agent_loop import Generate
 from ..rollout.protocol import GenerateResult, SamplingParams, Span
@@ -33,18 +37,30 @@ class Answer:
 
 def to_text(answers: Sequence[Answer]) -> str:
     """Inverse of ``from_text``; floats come back bit for bit."""
-    return json.dumps([[answer.prompt, asdict(answer.result)] for answer in answers], separators=(",", ":"))
+    return json.dumps([[answer.prompt, *_fields(answer.result)] for answer in answers], separators=(",", ":"))
 
 
 def from_text(text: str) -> tuple[Answer, ...]:
-    return tuple(Answer(prompt, _result(**fields)) for prompt, fields in json.loads(text))
+    return tuple(Answer(prompt, _result(*fields)) for prompt, *fields in json.loads(text))
+
+
+def _fields(result: GenerateResult) -> list[Any]:
+    routed = result.routed_experts
+    packed = None
+    if routed is not None:
+        data = base64.b64encode(np.ascontiguousarray(routed).tobytes()).decode()
+        packed = [routed.dtype.newbyteorder("=").name, list(routed.shape), data]
+    return [result.output_ids, result.logprobs, result.spans, result.finish_reason, packed]
 
 
 def _result(
-    output_ids: list[int], logprobs: list[float], spans: list[list[object]], finish_reason: str
+    ids: list[int], logprobs: list[float], spans: list[list[Any]], reason: str, packed: list[Any] | None
 ) -> GenerateResult:
-    made = tuple(Span(int(str(start)), int(str(end)), str(version)) for start, end, version in spans)
-    return GenerateResult(tuple(output_ids), tuple(logprobs), made, finish_reason)
+    routed = None
+    if packed is not None:
+        dtype, shape, data = packed
+        routed = np.frombuffer(base64.b64decode(data), dtype).reshape(shape)
+    return GenerateResult(tuple(ids), tuple(logprobs), tuple(Span(*span) for span in spans), reason, routed)
 
 
 def _digest(tokens: Sequence[int]) -> int:

@@ -49,14 +49,14 @@ class Generation:
         return self.prompt + tuple(self.output_ids)
 
     def append(self, token: int, logprob: float) -> None:
-        """Takes one sampled token. As in SGLang, length is looked at before stop tokens."""
+        """Takes one sampled token. As in SGLang, a stop token at the last place is a stop."""
         self.output_ids.append(token)
         self.logprobs.append(logprob)
         self.length += 1
-        if self.length - len(self.prompt) >= self.sampling.max_new_tokens:
-            self.finish = {"type": "length", "length": self.sampling.max_new_tokens}
-        elif token in self.stop:
+        if token in self.stop:
             self.finish = {"type": "stop", "matched": token}
+        elif self.length - len(self.prompt) >= self.sampling.max_new_tokens:
+            self.finish = {"type": "length", "length": self.sampling.max_new_tokens}
 
     def append_experts(self, chosen: np.ndarray) -> None:
         """Takes experts [n, layers, k] of the next n tokens that went through the model. A token that is computed once
