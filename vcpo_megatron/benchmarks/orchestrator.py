@@ -34,7 +34,7 @@ from ..orchestrator.staleness import StalenessBound
 from ..orchestrator.store import ResumePlan, RolloutStore
 from ..orchestrator.tasks import cancel
 from ..rollout.client import ServerClient
-from ..rollout.fleet import Changes, Fleet, FleetOptions, Process, Server
+from ..rollout.fleet import Changes, Fleet, FleetOptions, Process, Server, ServerState
 from ..rollout.protocol import SamplingParams
 from ..transport.child import start_child, stop_child
 from ..types import PolicyVersion
@@ -132,6 +132,7 @@ class _Run:
         options = FleetOptions(trajectories, 0, _PATIENCE_S, _PATIENCE_S)
         self.fleet = Fleet(servers, options, launch=_no_process, stop=lambda process: 0, changes=self.changes)
         for server in servers:
+            server.state = ServerState.EMPTY  # they answer already
             self.fleet.loaded(server, PolicyVersion(1, 0))
         groups = trajectories // _GROUP
         self.recorder = Recorder(lambda: RolloutStore(path))
