@@ -78,8 +78,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_check(name: str, check: Callable[[Path], str], folder: Path) -> Outcome:
-    from megatron.core import parallel_state
-
+    from vcpo_megatron.learner.parallel import leave_layout
     started = time.monotonic()
     try:
         state, text = "passed", check(folder)
@@ -89,7 +88,7 @@ def run_check(name: str, check: Callable[[Path], str], folder: Path) -> Outcome:
         traceback.print_exc()
         state, text = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     finally:
-        parallel_state.destroy_model_parallel()  # every check builds its own groups
+        leave_layout()  # every check builds its own groups
     return Outcome(name, state, text, time.monotonic() - started)
 
 
@@ -263,9 +262,8 @@ class Bench:
         return result, gradients
 
     def close(self) -> None:
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()  # so that another can be built
+        from vcpo_megatron.learner.parallel import leave_layout
+        leave_layout()  # so that another can be built
 
 
 def memory_and_time(folder: Path) -> str:
@@ -282,9 +280,8 @@ def memory_and_time(folder: Path) -> str:
         peak = {outcome.name: outcome.transient for outcome in found.outcomes}
         kept = {outcome.name: outcome.persistent / bench.parameters for outcome in found.outcomes}
         extra = (peak["accumulate"] - peak["plain"]) / bench.parameters
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
+        from vcpo_megatron.learner.parallel import leave_layout
+        leave_layout()
         texts.append(
             f"median {work.median}: {require(extra, 4.4, 'bytes a parameter beyond plain')}, "
             f"{require(kept['deferred'], 0.0, 'buffers of deferred')}, "

@@ -18,11 +18,9 @@ from .families import prompts
 def logits_each(cases: list[tuple[RunConfig, str | None]]) -> list[dict[str, Any]]:
     """For each (run, checkpoint or None: the HF folder): logits [T, V] of every prompt, all weights, used names."""
     platform.prepare()
-    from megatron.core import parallel_state
-
     from vcpo_megatron.learner.checkpoint_load import load_weights
     from vcpo_megatron.learner.model import build_model
-    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.parallel import initialize, leave_layout
     from vcpo_megatron.learner.weights import WeightGatherer
 
     outcomes = []
@@ -37,7 +35,7 @@ def logits_each(cases: list[tuple[RunConfig, str | None]]) -> list[dict[str, Any
         trainable: Any = SimpleNamespace(chunks=chunks, family=family, shape=shape)
         weights = {name: tensor.clone() for name, tensor in WeightGatherer(trainable, parallel).gather()}
         outcomes.append({"logits": logits, "weights": weights})
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     return outcomes
 
 
@@ -70,11 +68,10 @@ def logprobs_each(cases: list[tuple[RunConfig, str]], prompts: list[list[int]]) 
     """For each (run, checkpoint): log-probs [L - 1] of every prompt."""
     platform.prepare()
     import numpy as np
-    from megatron.core import parallel_state
 
     from vcpo_megatron.learner.checkpoint_load import load_weights
     from vcpo_megatron.learner.model import build_model
-    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.parallel import initialize, leave_layout
     from vcpo_megatron.learner.scoring import score_with
 
     outcomes = []
@@ -86,5 +83,5 @@ def logprobs_each(cases: list[tuple[RunConfig, str]], prompts: list[list[int]]) 
         with torch.no_grad():
             scored = [score_with(model, shape.vocab_size, parallel, np.asarray(prompt)) for prompt in prompts]
         outcomes.append([torch.from_numpy(row) for row in scored])
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     return outcomes

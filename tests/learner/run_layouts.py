@@ -19,9 +19,7 @@ def one_step_each(cases: list[tuple[RunConfig, list[Batch]]]) -> list[dict[str, 
 def steps_from_other_weights(cases: list[tuple[RunConfig, Any, list[Batch]]]) -> list[dict[str, Any]]:
     """The same, where a step may start from the weights of another folder than ``model.path`` (None: that one)."""
     platform.prepare()
-    from megatron.core import parallel_state
-
-    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.parallel import initialize, leave_layout
     from vcpo_megatron.learner.step import VcpoStep
     from vcpo_megatron.learner.training import build_trainable
     from vcpo_megatron.learner.weights import WeightGatherer
@@ -53,7 +51,7 @@ def steps_from_other_weights(cases: list[tuple[RunConfig, Any, list[Batch]]]) ->
         outcomes.append(
             {"results": results, "gradients": gradients, "parameters": parameters, "accumulators": accumulators}
         )
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     return outcomes
 
 
@@ -62,12 +60,10 @@ def export_and_save(cases: list[tuple[RunConfig, str]], batch: Batch) -> list[li
     platform.prepare()
     from pathlib import Path
 
-    from megatron.core import parallel_state
-
     from vcpo_megatron.config.run_directory import RunDirectory
     from vcpo_megatron.learner.checkpoint import Checkpoints
     from vcpo_megatron.learner.exporting import Exports
-    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.parallel import initialize, leave_layout
     from vcpo_megatron.learner.step import VcpoStep
     from vcpo_megatron.learner.training import build_trainable
     from vcpo_megatron.learner.weights import WeightGatherer
@@ -85,7 +81,7 @@ def export_and_save(cases: list[tuple[RunConfig, str]], batch: Batch) -> list[li
         checkpoints.start(1, PolicyVersion(1, 1), step.ess_state, {})
         checkpoints.finished(wait=True)
         found.append(sorted(path.name for path in directory.exports.glob("*")))
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     return found
 
 
@@ -121,9 +117,8 @@ def load_and_continue(loading: list[RunConfig], batches: list[Batch], run_dir: s
 def refusals(pairs: list[tuple[RunConfig, RunConfig]], batches: list[Batch], run_dir: str) -> list[str]:
     """What each second layout is told of the checkpoint of the first; "" where it loads it."""
     platform.prepare()
-    from megatron.core import parallel_state
-
     from vcpo_megatron.learner.checkpoint_errors import CheckpointError
+    from vcpo_megatron.learner.parallel import leave_layout
 
     messages = []
     for number, (saving, loading) in enumerate(pairs):
@@ -133,18 +128,16 @@ def refusals(pairs: list[tuple[RunConfig, RunConfig]], batches: list[Batch], run
             messages.append("")
         except CheckpointError as error:
             messages.append(str(error))
-            parallel_state.destroy_model_parallel()
+            leave_layout()
     return messages
 
 
 def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: bool) -> dict[str, Any]:
     from pathlib import Path
 
-    from megatron.core import parallel_state
-
     from vcpo_megatron.config.run_directory import RunDirectory
     from vcpo_megatron.learner.checkpoint import Checkpoints
-    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.parallel import initialize, leave_layout
     from vcpo_megatron.learner.step import VcpoStep
     from vcpo_megatron.learner.training import build_trainable
     from vcpo_megatron.learner.weights import WeightGatherer
@@ -165,7 +158,7 @@ def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: 
         assert checkpoints.busy and checkpoints.finished(wait=True)[0] == 1
     parameters = {k: v.clone() for k, v in WeightGatherer(trainable, parallel).gather()}
     steps = trainable.schedule.num_steps
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     return {"result": result, "parameters": parameters, "steps": steps, "random": random_numbers}
 
 
@@ -213,10 +206,8 @@ def with_foreign_norms(cases: list[tuple[RunConfig, list[Batch]]], refused: list
     import io
 
     platform.prepare()
-    from megatron.core import parallel_state
-
     from vcpo_megatron.learner import model
-    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.parallel import initialize, leave_layout
     from vcpo_megatron.learner.score_gradients import UnsupportedLayer
     from vcpo_megatron.learner.step import VcpoStep
     from vcpo_megatron.learner.training import build_trainable
@@ -234,7 +225,7 @@ def with_foreign_norms(cases: list[tuple[RunConfig, list[Batch]]], refused: list
             messages.append("")
         except UnsupportedLayer as error:
             messages.append(str(error))
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     return {"outcomes": outcomes, "said": said.getvalue(), "refusals": messages}
 
 
@@ -242,10 +233,8 @@ def leave_and_take_again(cases: list[tuple[RunConfig, int]], batches: list[Batch
     """In each case: a step; the next one, which is asked to be left at the n-th look; that one again. And the same two
     steps without any of that. Whether it was left, what changed by it, and both ends."""
     platform.prepare()
-    from megatron.core import parallel_state
-
     from vcpo_megatron.learner import leaving
-    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.parallel import initialize, leave_layout
     from vcpo_megatron.learner.step import VcpoStep
     from vcpo_megatron.learner.training import build_trainable
     from vcpo_megatron.learner.weights import WeightGatherer
@@ -277,5 +266,5 @@ def leave_and_take_again(cases: list[tuple[RunConfig, int]], batches: list[Batch
             parameters = {k: v.clone() for k, v in gatherer.gather()}
             ends.append({"metrics": result and dict(result.metrics), "parameters": parameters})
         outcomes.append({"left": left, "moved": moved, "whole": ends[0], "again": ends[1]})
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     return outcomes

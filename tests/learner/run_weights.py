@@ -55,10 +55,8 @@ class Control:
 def send_each(cases: list[RunConfig], run_dir: str) -> list[dict[str, Any]]:
     """For each run: what arrived of six versions; the parameters change as soon as each is copied."""
     platform.prepare()
-    from megatron.core import parallel_state
-
     from vcpo_megatron.learner.model import build_model
-    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.parallel import initialize, leave_layout
     from vcpo_megatron.learner.sender import WeightSender
     from vcpo_megatron.learner.weights import WeightGatherer
 
@@ -75,7 +73,7 @@ def send_each(cases: list[RunConfig], run_dir: str) -> list[dict[str, Any]]:
         sender.close()
         sender.check()
         outcomes.append(outcome)
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     return outcomes
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from ..config.models import RunConfig
@@ -17,7 +16,7 @@ from . import platform
 from .checkpoint_load import load_weights
 from .convert import OpenedCheckpoint
 from .model import build_network
-from .parallel import initialize
+from .parallel import destroy, initialize
 from .scoring import score_with
 
 
@@ -47,5 +46,4 @@ def checkpoint_logprobs(path: Path, prompts: Sequence[Sequence[int]]) -> list[Te
                 for prompt in prompts
             ]
     finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        destroy()
