@@ -18,6 +18,7 @@ Ranks that work on the same trajectories, or on the same experts at the same tim
 from __future__ import annotations
 
 import datetime
+import gc
 from dataclasses import dataclass
 
 import torch
@@ -202,6 +203,7 @@ def leave_layout() -> None:
     A gloo group owns threads that never sleep for long: groups that are merely forgotten slow the whole machine down.
     """
     mpu.destroy_model_parallel()
+    gc.collect()  # models and optimizers that are gone hold groups in cycles
     if dist.is_initialized():
         dist.barrier()  # a group goes when no rank talks over it any more
         for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
