@@ -7,6 +7,7 @@ twice and the device's, so that either end may be ours.
 from __future__ import annotations
 
 import datetime
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch.distributed as dist
 
 #: Plan of a bucket: [name, dtype as "float32", shape] of each tensor.
 Entries = Sequence[tuple[str, str, Sequence[int]]]
+
+#: Seconds for a connection to a store that listens.
+CONNECT_S = 20.0
 
 
 class GroupError(RuntimeError):
@@ -29,10 +33,13 @@ def open_store(timeout_s: float, port: int = 0) -> Any:
 
 
 def find_store(address: str, port: int, timeout_s: float) -> Any:
-    """The store of rank 0; GroupError when it is not found in time."""
+    """The store of rank 0; GroupError when it is not found. It listens before anybody hears of its port, so a refused
+    connection is final: torch alone would go on trying until the timeout."""
     try:
+        with socket.create_connection((address, port), CONNECT_S):
+            pass
         return dist.TCPStore(address, port, None, False, datetime.timedelta(seconds=timeout_s))
-    except (dist.DistError, RuntimeError) as error:
+    except (OSError, dist.DistError, RuntimeError) as error:
         raise GroupError(f"no store at {address}:{port}: {' '.join(str(error).split())[:200]}") from error
 
 
