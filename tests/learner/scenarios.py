@@ -68,8 +68,9 @@ def make_model_folder(
 
 
 def reference(folder: Path) -> Any:
-    """transformers' own model in fp64; its fused experts know no fp64."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    """transformers' own model in fp64, those of its parameters too that it keeps in fp32 (DeepSeek's router); its fused
+    experts know no fp64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).double().eval()
     model.config._experts_implementation = "eager"
     return model
 

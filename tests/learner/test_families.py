@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from vcpo_megatron.learner.convert import Layout, import_hf
 
-from .families import FAMILIES, UNPROVEN, make_family, reference_logits
+from .families import FAMILIES, make_family, reference_logits
 from .scenarios import make_config
 from .world import run_world
 
@@ -41,7 +41,6 @@ CASES = [
     (layout, family)
     for layout, (_, parallel) in LAYOUTS.items()
     for family in FAMILIES
-    if family not in UNPROVEN
     if has_experts(family) or not {"expert", "expert_tensor"} & parallel.keys()
     if LAYOUTS[layout][0] < 4 or family in IN_FOUR_RANKS
 ]

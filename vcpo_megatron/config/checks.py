@@ -371,7 +371,6 @@ def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"divide the {shape.num_layers} layers of {path}"
         )
     yield from _experts(config, shape)
-    yield from _unproven(shape, path)
     wanted = config.rollout.context_length
     if wanted is not None and wanted > shape.max_position_embeddings:
         yield (
