@@ -201,24 +201,6 @@ def test_heads_and_mlp_are_checked_too(make: Callable[..., RunConfig], make_mode
     ]
 
 
-LATENT: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_attention_heads": 4,
-    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
-}  # fmt: skip
-WINDOWED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-
-
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [(LATENT, "DeepseekV3ForCausalLM is converted, not trained"), (WINDOWED, "a sliding window of 4 tokens")],
-)
-def test_what_is_only_converted_is_not_trained(
-    make: Callable[..., RunConfig], make_model: Callable[..., Path], changes: dict[str, Any], part: str
-) -> None:
-    assert [line for line in problems(make(("model.path", make_model(**changes)))) if part in line]
-
-
 def test_a_replayed_run_directory_is_accepted(make: Callable[..., RunConfig], tmp_path: Path) -> None:
     (tmp_path / "rollouts.sqlite").touch()
     replay = [("rollout.engine", "replay"), ("rollout.replay", tmp_path)]

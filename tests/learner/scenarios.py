@@ -24,7 +24,7 @@ from vcpo_megatron.types import Batch, Group, PolicyVersion, Trajectory, Turn, V
 VOCABULARY = 30
 _CONFIGS = {
     "qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "moe": Qwen3MoeConfig, "shared": Qwen2MoeConfig,
-    "latent": DeepseekV3Config,
+    "latent": DeepseekV3Config, "windowed": Qwen2Config,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -38,6 +38,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
             "mscale": 0.7, "mscale_all_dim": 0.9,
         },
     },
+    "windowed": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "shared": {**_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
 }
 

@@ -341,17 +341,6 @@ def _ports(config: RunConfig) -> Iterator[str]:
         claims.setdefault(port, name)
 
 
-def _unproven(shape: ModelShape, path: Path) -> Iterator[str]:
-    """What the learner builds and no test has compared with transformers and with the oracle of gradients yet."""
-    if shape.latent is not None:
-        yield f"model.path = {path}: {shape.architecture} is converted, not trained: its gradients are not proven yet"
-    if shape.window is not None:
-        yield (
-            f"model.path = {path}: a sliding window of {shape.window.tokens} tokens is converted, not trained: it has "
-            "not been compared with transformers yet"
-        )
-
-
 def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """The split of the model, and the lengths of trajectories, against the model's sizes."""
     parallel, path = config.parallel, config.model.path
