@@ -77,11 +77,12 @@ def logprobs_each(cases: list[tuple[RunConfig, str]], prompts: list[list[int]]) 
     outcomes = []
     for config, checkpoint in cases:
         parallel = initialize(config)
-        model, _, shape = build_model(config, parallel, load=False)
-        load_weights(model, Path(checkpoint))
-        model.eval()
+        chunks, _, shape = build_model(config, parallel, load=False)
+        load_weights(chunks, Path(checkpoint))
+        for chunk in chunks:
+            chunk.eval()
         with torch.no_grad():
-            scored = [score_with(model, shape.vocab_size, parallel, np.asarray(prompt)) for prompt in prompts]
+            scored = [score_with(chunks, shape.vocab_size, parallel, np.asarray(prompt)) for prompt in prompts]
         outcomes.append([torch.from_numpy(row) for row in scored])
         leave_layout()
     return outcomes
