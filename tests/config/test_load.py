@@ -123,6 +123,7 @@ def test_override_below_a_value(file: Path) -> None:
          "keep_rollouts, resume_partial, keep_best, export_hf_every"),
         ("[train]\ngroup_size = 0", "train.group_size = 0: must be greater than 0"),
         ("[staleness]\nmax_staleness = -1", "staleness.max_staleness = -1: must be at least 0"),
+        ("[staleness]\nadaptive_ess = 1.0", "staleness.adaptive_ess = 1.0: must be less than 1.0"),
         ("[rollout]\nport = 65536", "rollout.port = 65536: must be at most 65535"),
         ('[train]\nseed = "1"', 'train.seed = "1": must be an integer'),
         ("[train]\nseed = 1.5", "train.seed = 1.5: must be an integer"),

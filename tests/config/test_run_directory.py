@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,28 @@ def test_prune_keeps_the_newest_complete_ones(directory: RunDirectory, keep: int
     directory.prune(keep)
     assert directory.complete_steps() == left
     assert [step for step in (10, 20, 30, 40) if directory.checkpoint(step).exists()] == [*left, 40]
+
+
+def test_what_cannot_be_pruned_is_named_and_the_rest_goes(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20, 30):
+        save(directory, step)
+        directory.complete(step, manifest(step))
+    (directory.checkpoints / "step_5").touch()  # a file, and a name that we do not give
+    (directory.checkpoints / "step_007").mkdir()
+    remove = shutil.rmtree
+
+    def busy(path: Path) -> None:
+        if path.name == "step_10":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        remove(path)
+
+    monkeypatch.setattr("vcpo_megatron.config.run_directory.shutil.rmtree", busy)
+    (line,) = directory.prune(1)
+    assert str(directory.checkpoint(10)) in line and "cannot be removed (Device or resource busy)" in line
+    assert directory.complete_steps() == [30] and not directory.checkpoint(20).exists()
+    assert {"step_5", "step_007"} <= {path.name for path in directory.checkpoints.iterdir()}
 
 
 def test_killed_while_pruning_leaves_no_checkpoint_that_looks_complete(

@@ -151,9 +151,9 @@ def watched(disk: Disk) -> Iterator[None]:
 
     prune = run_directory.RunDirectory.prune
 
-    def prune_watched(self: RunDirectory, *arguments: Any) -> None:
+    def prune_watched(self: RunDirectory, *arguments: Any) -> list[str]:
         with disk.alone():
-            prune(self, *arguments)
+            return prune(self, *arguments)
 
     def remove_watched(path: Path) -> None:
         with disk.writing("prune"):

@@ -225,6 +225,8 @@ def _expected(detail: ErrorDetails) -> str:
             return f"greater than {limits['gt']}"
         case "greater_than_equal":
             return f"at least {limits['ge']}"
+        case "less_than":
+            return f"less than {limits['lt']}"
         case "less_than_equal":
             return f"at most {limits['le']}"
         case "literal_error":

@@ -68,9 +68,19 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _steps_in(folder: Path) -> list[int]:
-    """N of every ``step_N`` in ``folder``, ascending."""
-    names = [path.name.removeprefix("step_") for path in folder.glob("step_*")]
-    return sorted(int(name) for name in names if name.isdecimal())
+    """N of every folder ``step_N`` in ``folder``, ascending; others, ``step_007`` too, are none of ours."""
+    names = [path.name.removeprefix("step_") for path in folder.glob("step_*") if path.is_dir()]
+    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+
+
+def _remove(folder: Path) -> str | None:
+    """Remove ``folder``, its manifest first, so that it is not complete before it is not whole; what prevents that."""
+    try:
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    except OSError as error:
+        return f"{folder} is not to be kept and cannot be removed ({error.strerror or error}); remove it by hand"
+    return None
 
 
 def _flush(path: Path) -> None:
@@ -188,18 +198,16 @@ class RunDirectory:
         write_atomically(self.checkpoints / "best", f"step_{best}\n")
         return best
 
-    def prune(self, keep_last: int, keep: Collection[int] = ()) -> None:
+    def prune(self, keep_last: int, keep: Collection[int] = ()) -> list[str]:
         """Remove all but the newest ``keep_last`` complete checkpoints and those in ``keep``, and what interrupted
-        saves left behind before them; the same for exports, which are always whole."""
+        saves left behind before them; the same for exports, which are always whole. Returns a line for each folder that
+        cannot be removed (somebody reads it, another owner): nothing is lost by that."""
         complete = self.complete_steps()
-        kept = {*complete[-keep_last:], *keep}
-        for step in self._steps():
-            if complete and step < complete[-1] and step not in kept:
-                (self.checkpoint(step) / MANIFEST).unlink(missing_ok=True)  # not complete before it is not whole
-                shutil.rmtree(self.checkpoint(step))
+        kept, newest = {*complete[-keep_last:], *keep}, complete[-1] if complete else 0
+        gone = [self.checkpoint(step) for step in self._steps() if step < newest and step not in kept]
         exported = _steps_in(self.exports)
-        for step in set(exported) - {*exported[-keep_last:], *keep}:
-            shutil.rmtree(self.export(step))
+        gone += [self.export(step) for step in exported if step not in {*exported[-keep_last:], *keep}]
+        return [line for folder in gone if (line := _remove(folder)) is not None]
 
     def abandon_after(self, step: int, attempt: int) -> list[int]:
         """Move every checkpoint and export newer than ``step`` to a folder ``abandoned`` beside it: the run goes on

@@ -174,7 +174,8 @@ class Trainer:
         the tokens of old rollouts, but for those that the newest checkpoints may go back to."""
         best = await asyncio.to_thread(self._directory.mark_best, self.log.accuracy)
         keep = () if best is None or not self._config.checkpoint.keep_best else (best,)
-        await asyncio.to_thread(self._directory.prune, self._config.checkpoint.keep_last, keep)
+        for line in await asyncio.to_thread(self._directory.prune, self._config.checkpoint.keep_last, keep):
+            print(f"warning: {line}", flush=True)
         steps = await asyncio.to_thread(self._directory.complete_steps)
         if not steps:
             return
