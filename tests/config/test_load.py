@@ -234,7 +234,7 @@ def test_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, options: 
             "optimizer": {"lr": lr},
         }
     )  # fmt: skip
-    assert round_trip(config, tmp_path_factory.getbasetemp()) == config
+    assert round_trip(config, tmp_path_factory.mktemp("resolved")) == config
 
 
 def test_overrides_on_a_loaded_config(file: Path) -> None:

@@ -251,7 +251,9 @@ def test_bad_arguments(folders: dict[str, Path], tmp_path: Path, capsys: pytest.
     (tmp_path / "out").mkdir()
     assert cli.main(["convert", "import", source, str(tmp_path / "out")]) == 1
     assert "exists" in capsys.readouterr().err
+    (folders["llama"].parent.parent / "resolved.toml").touch()  # two folders up, but of no run that holds this one
     assert cli.main(["convert", "export", source, str(tmp_path / "new")]) == 1
+    (folders["llama"].parent.parent / "resolved.toml").unlink()
     assert "neither an imported checkpoint, a run directory" in capsys.readouterr().err
 
 

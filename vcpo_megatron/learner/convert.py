@@ -291,7 +291,8 @@ def _locate(path: Path) -> tuple[Path, Path]:
     """The checkpoint's directory, and its Hugging Face folder, for a run, one of its checkpoints, or an import."""
     if (path / MANIFEST).is_file():
         return path, path / HF_PART
-    run = path if (path / "checkpoints").is_dir() else path.parent.parent
+    of_run = path.resolve().parent.name == "checkpoints"
+    run = path.parent.parent if of_run else path
     directory = RunDirectory(run)
     if not directory.resolved.is_file():
         raise ConversionError(f"{path} is neither an imported checkpoint, a run directory, nor a checkpoint of one")
@@ -299,7 +300,7 @@ def _locate(path: Path) -> tuple[Path, Path]:
         model = load_resolved(directory.resolved).model.path
     except ConfigError as error:
         raise ConversionError(f"{directory.resolved}: {'; '.join(error.problems)}") from None
-    if path != run:
+    if of_run:
         return path, model
     if not (steps := directory.complete_steps()):
         raise ConversionError(f"{run} has no complete checkpoint")

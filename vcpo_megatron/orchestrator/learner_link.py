@@ -78,6 +78,7 @@ class LearnerLink:
         self._heard = time.monotonic()
         self._doing = "has not said hello"
         self._asked: dict[type, str] = {}
+        self._given_up: set[type] = set()  # asked for by somebody who was cancelled, or lost patience
         self._connected = False
         self._owes_weights = False
         self._weights = PolicyVersion(0, 0)  # the newest that came
@@ -110,9 +111,12 @@ class LearnerLink:
                 case _:
                     kind = StepDone if isinstance(message, StepLeft) else type(message)
                     waiting = self._answers.pop(kind, None)
-                    if waiting is None or waiting.done():
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(message)
+                    elif kind in self._given_up:
+                        self._given_up.remove(kind)  # an answer after its time must not hide why nobody waits for it
+                    else:
                         raise ControlError(f"the learner sent {type(message).__name__}, which nobody asked for")
-                    waiting.set_result(message)
 
     async def heartbeat(self) -> None:
         """Tell the learner regularly that the orchestrator lives; ControlError when it owes weights and is silent."""
@@ -207,6 +211,8 @@ class LearnerLink:
                 await asyncio.wait([answer], timeout=left)
             return answer.result()
         finally:
+            if not answer.done():
+                self._given_up.add(kind)
             self._answers.pop(kind, None)
             self._asked.pop(kind, None)
 
