@@ -64,13 +64,13 @@ class FailureWindow:
         kinds = set(self._first.values())
         if len(self._first) == FIRST_GROUPS and len(kinds) == 1 and "" not in kinds:
             raise RunError(f"the first {FIRST_GROUPS} groups of this attempt have all failed: {one_line(error)}")
-        messages = {kind_of(outcome): outcome for outcome in self._outcomes if outcome is not None}  # the latest
-        reasons = Counter(kind_of(outcome) for outcome in self._outcomes if outcome is not None)
-        total, window = sum(reasons.values()), len(self._outcomes)
+        failures = [outcome for outcome in self._outcomes if outcome is not None]
+        total, window = len(failures), len(self._outcomes)
         full = window == self._outcomes.maxlen
         hopeless = self._in_a_row >= self._hopeless
         if (full and total > self._max_ratio * window) or hopeless:
-            kind, count = reasons.most_common(1)[0]
+            messages = {kind_of(message): message for message in failures}  # the latest of each kind
+            kind, count = Counter(map(kind_of, failures)).most_common(1)[0]
             last = f", the last {self._in_a_row} in a row" if hopeless and total < window else ""
             raise RunError(
                 f"{total} of the last {window} outcomes are failures{last} (rollout.max_failure_ratio = "
