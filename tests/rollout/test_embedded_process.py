@@ -8,25 +8,16 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.rollout.raw_http import post
 from vcpo_megatron.rollout.embedded.server import serve
 
 PROMPT = [5, 17, 42, 8, 60]
-
-
-def post(url: str, endpoint: str, body: Any) -> tuple[int, Any]:
-    request = urllib.request.Request(url + endpoint, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

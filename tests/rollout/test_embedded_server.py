@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,23 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.rollout.raw_http import post
 from vcpo_megatron.rollout.client import ServerClient, ServerError
 from vcpo_megatron.rollout.protocol import SamplingParams, Span
 
 PROMPT = [5, 17, 42, 8, 60]
 LONG = SamplingParams(max_new_tokens=480, ignore_eos=True)
-
-
-def post(url: str, endpoint: str, body: Any) -> tuple[int, Any]:
-    """Raw request, for bodies that the client would never send."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(url + endpoint, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            text = response.read()
-            return response.status, json.loads(text) if text[:1] in (b"{", b"[") else text.decode()
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 def close(got: Any, expected: Any, tolerance: float = 1e-5) -> bool:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import pickle
-import urllib.error
-import urllib.request
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.rollout.conftest import CONTEXT, EOS, Engine, Versions
+from tests.rollout.raw_http import post
 from vcpo_megatron.environments.base import Example, Observation, Outcome
 from vcpo_megatron.rollout.agent_loop import run_episode
 from vcpo_megatron.rollout.client import ServerClient, ServerError
@@ -37,16 +35,6 @@ def worst(got: Any, expected: Any) -> float:
 def oracle(versions: Versions, version: str, result: GenerateResult, prompt: list[int] = PROMPT, **how: Any) -> list:
     """Log-probs of the answer's tokens by transformers, version ``version``."""
     return versions.logprobs(version, [*prompt, *result.output_ids], **how)[len(prompt) - 1 :]
-
-
-def post(url: str, endpoint: str, body: Any) -> tuple[int, Any]:
-    """Raw request."""
-    request = urllib.request.Request(url + endpoint, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 def checksum(engine: Engine) -> str:
