@@ -11,8 +11,9 @@ import pytest
 from aiohttp import web
 
 from vcpo_megatron.rollout import client as client_module
-from vcpo_megatron.rollout.client import ServerClient, ServerError, ServerUnavailable, UnsupportedServer
+from vcpo_megatron.rollout.client import ServerClient, ServerError, ServerUnavailable
 from vcpo_megatron.rollout.protocol import ProtocolError, SamplingParams
+from vcpo_megatron.rollout.server_info import ServerInfo, UnsupportedServer
 
 ANSWER = {
     "output_ids": [1],
@@ -251,7 +252,7 @@ def test_a_server_without_ready_is_asked_for_its_health() -> None:
 def test_a_server_that_can_what_training_needs_is_taken() -> None:
     seen: list[str] = []
     against(old_server(set(), seen), lambda client: client.check_capabilities())
-    assert seen == ["/model_info", "/generate"]
+    assert seen == ["/model_info", "/generate", "/server_info"]
 
 
 def without(key: str) -> Any:
@@ -272,6 +273,38 @@ def test_a_server_that_lacks_something_is_refused_by_name(handler: Handler, mess
             await client.check_capabilities()
 
     against(handler, scenario)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [({}, ServerInfo(1, False)), ({"tp_size": 4, "dp_size": 1, "pp_size": 1, "device": "cuda"}, ServerInfo(4, True)),
+     ({"tp_size": 2, "device": "cpu"}, ServerInfo(2, False))],
+)  # fmt: skip
+def test_a_server_tells_its_ranks(said: dict[str, Any], expected: ServerInfo) -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.json_response(ANSWER if request.path == "/generate" else said)
+
+    async def scenario(client: ServerClient) -> ServerInfo:
+        await client.check_capabilities()
+        return client.info
+
+    assert against(handle, scenario) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [({"pp_size": 2}, "has pp_size = 2: weights are broadcast"), ({"dp_size": 2}, "has dp_size = 2: its replicas"),
+     ({"tp_size": "two"}, "says tp_size = 'two'"), ({"tp_size": 0}, "says tp_size = 0")],
+)  # fmt: skip
+def test_a_split_that_weights_do_not_reach_is_refused(said: dict[str, Any], message: str) -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.json_response(ANSWER if request.path == "/generate" else said)
+
+    async def scenario(client: ServerClient) -> None:
+        with pytest.raises(UnsupportedServer, match=message):
+            await client.check_capabilities()
+
+    against(handle, scenario)
 
 
 def test_what_another_run_left_is_undone() -> None:

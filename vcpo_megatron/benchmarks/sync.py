@@ -29,8 +29,8 @@ from ..conversion.writer import FILE_BYTES, FolderWriter
 from ..orchestrator.couriers import Couriers, GroupCourier
 from ..orchestrator.weight_update import Updater, Wave
 from ..rollout.client import ServerClient
-from ..rollout.fleet import Server
 from ..rollout.protocol import SamplingParams
+from ..rollout.server import Server
 from ..transport.broadcaster import Broadcaster
 from ..transport.control import Message, SyncDone, WeightsReady
 from ..transport.groups import WeightGroup, find_store
@@ -184,7 +184,7 @@ class Orchestrator:
             Server(i, ServerClient(url, vocab_size, PATIENCE_S), Path("server.log"), starts=1)
             for i, url in enumerate(urls)
         ]
-        self.groups = GroupCourier(self._tell, prefix=f"bench-{os.getpid()}", ranks=1, timeout_s=PATIENCE_S)
+        self.groups = GroupCourier(self._tell, prefix=f"bench-{os.getpid()}", timeout_s=PATIENCE_S)
         self._couriers = Couriers(self.groups)
         self.mode = mode
         self._last: WeightsReady | None = None

@@ -23,6 +23,7 @@ from . import protocol
 from .back_off import BackOff
 from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
 from .routing import RoutingShape
+from .server_info import ServerInfo, UnsupportedServer
 
 #: Establishing a TCP connection is quick or hopeless; it does not get the whole request timeout.
 CONNECT_TIMEOUT_S = 10.0
@@ -49,15 +50,12 @@ class ServerUnavailable(RuntimeError):
         self.url, self.endpoint, self.reason = url, endpoint, reason
 
 
-class UnsupportedServer(RuntimeError):
-    """The server answers, but cannot do what training needs; one line for the user."""
-
-
 class ServerClient:
     """Client of the server at ``base_url``. ``timeout_s`` bounds every single request.
 
     ``cache_key`` names the weights that the server holds: what its cache has read under another name is not used.
-    ``routing`` is that of a model whose routed experts are asked for with every answer.
+    ``routing`` is that of a model whose routed experts are asked for with every answer. ``info`` is what the server
+    tells of itself, known once its capabilities were checked.
 
     Requests raise ServerError (refused), ServerUnavailable (no answer) or ProtocolError (an id
     outside [0, vocab_size), or an answer that does not follow the protocol).
@@ -69,6 +67,7 @@ class ServerClient:
         self.timeout_s = timeout_s
         self.routing = routing
         self.cache_key: str | None = None
+        self.info = ServerInfo()
         #: Whether the server brackets updates by begin and end; servers before SGLang 0.5.21 do not.
         self._brackets = True
         self._session: aiohttp.ClientSession | None = None
@@ -235,7 +234,8 @@ class ServerClient:
         await self.resume()
 
     async def check_capabilities(self) -> None:
-        """Sample one token, and look whether its answer has all that training needs; UnsupportedServer otherwise.
+        """Sample one token, and look whether its answer has all that training needs, and at how the server is split;
+        UnsupportedServer when it is not taken.
 
         ServerUnavailable is passed on as False is by ``ready``: the caller asks again.
         """
@@ -252,16 +252,23 @@ class ServerClient:
                 f"{await self._described()} does not answer what training needs (tested with SGLang "
                 f"{TESTED_SGLANG}): {error}"
             ) from error
+        self.info = ServerInfo.parse(await self._server_info(), f"the server at {self.base_url}")
 
-    async def _described(self) -> str:
-        """What is known of the server, for a refusal."""
+    async def _server_info(self) -> dict[str, Any]:
+        """What the server tells of itself; nothing where it does not."""
         for endpoint in (protocol.SERVER_INFO, "/get_server_info"):
             try:
                 reply = await self._request("GET", endpoint, None, STATUS_TIMEOUT_S)
             except (ServerError, ServerUnavailable):
                 continue
-            if isinstance(reply, dict) and "version" in reply:
-                return f"SGLang {reply['version']} at {self.base_url}"
+            if isinstance(reply, dict):
+                return reply
+        return {}
+
+    async def _described(self) -> str:
+        """What is known of the server, for a refusal."""
+        if "version" in (reply := await self._server_info()):
+            return f"SGLang {reply['version']} at {self.base_url}"
         return (
             f"the server at {self.base_url} is no SGLang server that is known here (an sglang-router in front of them? "
             "name its workers in rollout.addresses: it sends requests to workers that miss an update); it"
