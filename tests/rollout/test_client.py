@@ -264,7 +264,7 @@ def without(key: str) -> Any:
     [
         (old_server(set(), [], without("weight_versions")), r"SGLang 0.4.9 at http\S+ does not .*weight_versions"),
         (old_server(set(), [], without("output_token_logprobs")), "SGLang 0.4.9 .*output_token_logprobs"),
-        (old_server({"/model_info", "/server_info", "/get_server_info"}, []), "an sglang-router in front of them"),
+        (old_server({"/model_info", "/server_info", "/get_server_info"}, []), "is no SGLang server that is known"),
     ],
 )  # fmt: skip
 def test_a_server_that_lacks_something_is_refused_by_name(handler: Handler, message: str) -> None:
@@ -312,11 +312,43 @@ def test_what_another_run_left_is_undone() -> None:
 
     async def handle(request: web.Request) -> web.StreamResponse:
         seen.append(request.path)
-        status = 400 if request.path == "/end_weight_update" else 200
+        status = {"/end_weight_update": 400, "/workers": 404}.get(request.path, 200)
         return web.json_response({"success": status == 200, "message": "no session is open"}, status=status)
 
     against(handle, lambda client: client.adopt())
-    assert seen == ["/end_weight_update", "/continue_generation"]
+    assert seen == ["/workers", "/end_weight_update", "/continue_generation"]
+
+
+async def router(request: web.Request) -> web.StreamResponse:
+    """What sglang-router 0.3.2 answers (measured)."""
+    workers = [{"id": "4058", "url": f"http://b:{port}", "is_healthy": True, "metadata": {}} for port in (1, 2)]
+    answers = {"/workers": {"workers": workers, "total": 2}, "/generate": ANSWER, "/get_server_info": {"workers": 2}}
+    if request.path in answers:
+        return web.json_response(answers[request.path])
+    return web.Response(status=200 if request.path == "/health" else 404)
+
+
+def test_a_router_is_refused_and_its_workers_are_named() -> None:
+    async def scenario(client: ServerClient) -> None:
+        assert await client.ready()
+        with pytest.raises(UnsupportedServer, match=r"sglang-router: .* return_routed_experts .*: http://b:1, h"):
+            await client.adopt()
+
+    against(router, scenario)
+
+
+@pytest.mark.parametrize(("status", "error"), [(404, UnsupportedServer), (503, ServerError)])
+def test_a_server_that_cannot_be_resumed_is_refused_at_once(status: int, error: type[Exception]) -> None:
+    """Not asked again until the deadline of its start, unless it is its own fault."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.json_response({}, status=status)
+
+    async def scenario(client: ServerClient) -> None:
+        with pytest.raises(error):
+            await client.adopt()
+
+    against(handle, scenario)
 
 
 def test_health_tells_the_weights_within_its_own_deadline() -> None:

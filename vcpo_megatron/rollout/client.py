@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 
@@ -228,10 +228,35 @@ class ServerClient:
         return str((await self.model_info()).get("weight_version"))
 
     async def adopt(self) -> None:
-        """Undo what another run may have left: an update that it did not end, a pause."""
+        """Undo what another run may have left: an update that it did not end, a pause. UnsupportedServer for what
+        cannot be paused and updated, an sglang-router among them."""
+        await self._refuse_router()
         with contextlib.suppress(ServerError):  # it says that there is none
             await self.end_weight_update()
-        await self.resume()
+        try:
+            await self.resume()
+        except ServerError as error:
+            await self._refuse(error)
+
+    async def _refuse_router(self) -> None:
+        """What an sglang-router (0.3.2) keeps from its workers: docs/rollout_servers.md."""
+        try:
+            reply = await self._request("GET", protocol.WORKERS, None, STATUS_TIMEOUT_S)
+        except ServerError:  # SGLang does not know it
+            return
+        if isinstance(reply, dict) and isinstance(workers := reply.get("workers"), list):
+            urls = [str(worker["url"]) for worker in workers if isinstance(worker, dict) and "url" in worker]
+            raise UnsupportedServer(
+                f"{self.base_url} is an sglang-router: it passes on no pause and no weights, sends requests to workers "
+                "that miss an update, and drops return_routed_experts and return_sampling_mask; set rollout.addresses "
+                f"to its workers: {', '.join(urls) or 'it has none now'}"
+            )
+
+    async def _refuse(self, error: ServerError) -> NoReturn:
+        """A refusal is for good, unless the server has a fault of its own."""
+        if error.status >= 500:
+            raise error
+        raise UnsupportedServer(f"{await self._described()} refuses what training needs: {error}") from error
 
     async def check_capabilities(self) -> None:
         """Sample one token, and look whether its answer has all that training needs, and at how the server is split;
@@ -244,9 +269,7 @@ class ServerClient:
             await self.model_info()
             await self.generate([0], one, f"vcpo-probe-{secrets.token_hex(8)}")
         except ServerError as error:
-            if error.status >= 500:
-                raise
-            raise UnsupportedServer(f"{await self._described()} refuses what training needs: {error}") from error
+            await self._refuse(error)
         except ProtocolError as error:
             raise UnsupportedServer(
                 f"{await self._described()} does not answer what training needs (tested with SGLang "
@@ -269,10 +292,7 @@ class ServerClient:
         """What is known of the server, for a refusal."""
         if "version" in (reply := await self._server_info()):
             return f"SGLang {reply['version']} at {self.base_url}"
-        return (
-            f"the server at {self.base_url} is no SGLang server that is known here (an sglang-router in front of them? "
-            "name its workers in rollout.addresses: it sends requests to workers that miss an update); it"
-        )
+        return f"the server at {self.base_url} is no SGLang server that is known here; it"
 
     async def close(self) -> None:
         if self._session is not None:
