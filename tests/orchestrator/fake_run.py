@@ -32,12 +32,11 @@ from vcpo_megatron.rollout.fleet import Changes, Fleet, FleetOptions
 from vcpo_megatron.rollout.protocol import GenerateResult, SamplingParams, Span
 from vcpo_megatron.rollout.server import Server
 from vcpo_megatron.rollout.server_info import ServerInfo
-from vcpo_megatron.transport.control import (
+from vcpo_megatron.transport.control import ControlClient, ControlServer
+from vcpo_megatron.transport.messages import (
     BatchReady,
     Checkpoint,
     CheckpointDone,
-    ControlClient,
-    ControlServer,
     Error,
     Heartbeat,
     Hello,

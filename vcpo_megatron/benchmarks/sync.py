@@ -30,7 +30,7 @@ from ..orchestrator.weight_update import Updater, Wave
 from ..rollout.client import ServerClient
 from ..rollout.protocol import SamplingParams
 from ..rollout.server import Server
-from ..transport.control import Message, SyncDone, WeightsReady
+from ..transport.messages import Message, SyncDone, WeightsReady
 from ..types import PolicyVersion
 from .bare import PATIENCE_S, BareBroadcast, Peak, bare_disk
 from .rollout import engine_server

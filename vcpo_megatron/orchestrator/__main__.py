@@ -23,7 +23,8 @@ from ..rollout.client import ServerError, ServerUnavailable
 from ..rollout.fleet import Changes, FleetError
 from ..rollout.open_files import allow_connections
 from ..rollout.protocol import ProtocolError
-from ..transport.control import ControlError, ControlServer
+from ..transport.control import ControlServer
+from ..transport.messages import ControlError
 from .failures import one_line
 from .loop import Controller, Parts
 from .replay import open_recorded, recorded_steps

@@ -35,7 +35,7 @@ from ..rollout.client import ServerError, ServerUnavailable
 from ..rollout.fleet import Fleet
 from ..rollout.protocol import GenerateResult, ProtocolError, SamplingParams
 from ..rollout.server import Server
-from ..transport.control import WeightsReady
+from ..transport.messages import WeightsReady
 from ..types import Batch, Group, StepResult, Trajectory
 from .evaluation import EVALUATION_GROUP, mean_reward
 from .failures import one_line

@@ -29,7 +29,7 @@ from typing import Any
 from ..rollout.client import ServerUnavailable
 from ..rollout.fleet import Fleet
 from ..rollout.server import Server
-from ..transport.control import WeightsReady
+from ..transport.messages import WeightsReady
 from ..types import PolicyVersion
 from .tasks import cancel
 from .weight_update import Updater, Wave, WaveFailed

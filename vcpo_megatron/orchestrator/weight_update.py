@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ..rollout.client import ServerError, ServerUnavailable
 from ..rollout.protocol import PauseMode, ProtocolError
 from ..rollout.server import Server
-from ..transport.control import WeightsReady
+from ..transport.messages import WeightsReady
 from .checksums import ChecksumBook, ChecksumError
 from .tasks import run_all
 
