@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.config.test_model_shape import DEEPSEEK_V3
 from vcpo_megatron.config.checks import problems
 from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.config.servers import installed_sglang
@@ -190,6 +191,17 @@ def test_routing_replay_needs_experts_and_a_record(
     found = problems(make(model, on, ("rollout.engine", "replay"), ("rollout.replay", tmp_path)))
     (problem,) = [problem for problem in found if problem.startswith("rollout.")]
     assert problem.startswith('rollout.routing_replay = true: rollout.engine = "replay" has no record of experts')
+
+
+@pytest.mark.parametrize(("engine", "refused"), [("sglang", 1), ("embedded", 0)])
+def test_checksums_of_latent_attention_in_sglang_are_refused(
+    make: Callable[..., RunConfig], make_model: Callable[..., Path], engine: str, refused: int
+) -> None:
+    model = ("model.path", make_model(**{**DEEPSEEK_V3, "rope_parameters": None}))
+    found = problems(make(model, ("rollout.engine", engine), ("rollout.verify_sync", True)))
+    assert sum(problem.startswith("rollout.verify_sync = true: SGLang keeps") for problem in found) == refused, found
+    dense = problems(make(("rollout.engine", engine), ("rollout.verify_sync", True)))
+    assert not [problem for problem in dense if "verify_sync" in problem]
 
 
 def test_heads_and_mlp_are_checked_too(make: Callable[..., RunConfig], make_model: Callable[..., Path]) -> None:
