@@ -609,6 +609,19 @@ def test_a_user_goes_back_to_an_older_checkpoint(tmp_path: Path) -> None:
     with started(tmp_path, resume=True, from_step=2, **roles) as run:
         code, out, _ = run.wait()
     assert code == 0 and (tmp_path / "told").read_text() == "2"
-    assert "newer checkpoints, now in checkpoints/abandoned/attempt_1: step_4, step_6" in out
-    assert RunDirectory(tmp_path).complete_steps() == [2]
-    assert (tmp_path / "checkpoints/abandoned/attempt_1/step_6/manifest.json").is_file()
+    assert "newer checkpoints move to checkpoints/abandoned/attempt_1 when the run goes on: step_4, step_6" in out
+    assert RunDirectory(tmp_path).complete_steps() == [2, 4, 6]  # which these stand-ins never say
+
+
+def test_a_refused_resume_changes_neither_checkpoints_nor_the_configuration(tmp_path: Path) -> None:
+    for step in (2, 4):
+        folder = tmp_path / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(MANIFEST)
+    (tmp_path / "resolved.toml").write_text("that of the run")
+    with started(tmp_path, resume=True, from_step=2, orchestrator="fail('other data', 1)") as run:
+        code, _, err = run.wait()
+    assert code == 1 and "last message: other data" in err
+    assert RunDirectory(tmp_path).complete_steps() == [2, 4]
+    assert (tmp_path / "resolved.toml").read_text() == "that of the run"
+    assert "[train]" in (tmp_path / "resolved.next.toml").read_text()

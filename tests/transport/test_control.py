@@ -31,6 +31,7 @@ from vcpo_megatron.transport.control import (
     GroupsLost,
     Heartbeat,
     Hello,
+    Loaded,
     OpenGroup,
     Probe,
     ProbeResult,
@@ -106,6 +107,7 @@ ROUTED = Batch(
 
 MESSAGES: list[Any] = [
     Hello(TOKEN, PolicyVersion(2, 40), 4),
+    Loaded(PolicyVersion(2, 40)),
     WeightsReady(PolicyVersion(1, 3), (b"first\x00bucket", b"", b"\xff" * 1000)),
     WeightsReady(PolicyVersion(1, 0), ()),
     SyncDone(PolicyVersion(10, 123456)),

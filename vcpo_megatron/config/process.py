@@ -62,7 +62,9 @@ class ProcessContext:
         )
 
     def config(self) -> RunConfig:
-        return load_resolved(self.directory.resolved)
+        """The configuration of this attempt: on a resume the run takes it over when nothing has refused it."""
+        proposed = self.directory.proposed
+        return load_resolved(proposed if proposed.exists() else self.directory.resolved)
 
     @property
     def directory(self) -> RunDirectory:

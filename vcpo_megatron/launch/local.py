@@ -83,7 +83,8 @@ def _run_locked(
     if not options.resume:
         workspace.refuse_used(directory)
     context = _context(directory, plan, ports, options)
-    write_atomically(directory.resolved, dump_resolved(config))
+    directory.proposed.unlink(missing_ok=True)
+    write_atomically(directory.proposed if options.resume else directory.resolved, dump_resolved(config))
     progress = Progress(config.train.steps, first_step=context.resume_step or 0)
     follower = JsonlFollower(directory.metrics)
     follower.poll()  # rows of an earlier attempt: the orchestrator is about to cut them back
@@ -117,9 +118,10 @@ def _context(directory: RunDirectory, plan: Plan, ports: Ports, options: Options
             print(f"vcpo: warning: {damaged} and is skipped", file=sys.stderr, flush=True)
         where = "no complete checkpoint yet: starting at step 0" if step is None else f"resuming from step_{step}"
         print(f"{directory.path}: {where}", flush=True)
-    if step is not None and (left := directory.abandon_after(step, attempt)):
-        names = ", ".join(f"step_{other}" for other in left)
-        print(f"newer checkpoints, now in checkpoints/abandoned/attempt_{attempt}: {names}", flush=True)
+    if step is not None and (newer := directory.newer_than(step)):
+        names = ", ".join(f"step_{other}" for other in newer)
+        print(f"newer checkpoints move to checkpoints/abandoned/attempt_{attempt} when the run goes on: {names}",
+              flush=True)  # fmt: skip
     return ProcessContext(
         run_dir=directory.path,
         attempt=attempt,
