@@ -128,3 +128,16 @@ def test_checkpoints_go_before_the_store_forgets_them(tmp_path: Path, monkeypatc
     monkeypatch.undo()
     again = FakeRun(tmp_path, config(**CONFIG), attempt=3, resume_step=2)
     assert again.run() == "run ended" and again.learner.batches[0].step == 2
+
+
+def test_a_hole_in_the_metrics_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finished_run(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + lines[1][:20] + "\n" + "".join(lines[3:]))
+    capsys.readouterr()
+    assert FakeRun(tmp_path, config(**CONFIG), attempt=2, resume_step=4).run() == "run ended"
+    assert (
+        f"\nvcpo: warning: {path}: lines 2 were no rows and are left out and rows of steps 1-2 are missing; "
+        "the run goes on without them\n"
+    ) in "\n" + capsys.readouterr().out

@@ -24,6 +24,7 @@ from megatron.core.models.gpt import GPTModel
 
 from ..config.integrity import changed_files
 from ..config.models import RunConfig
+from ..config.process import WARNING_PREFIX
 from ..config.run_directory import Manifest, RunDirectory
 from ..types import PolicyVersion
 from . import rng
@@ -138,7 +139,7 @@ class Checkpoints:
         path, rank = self._directory.checkpoint(step), self._parallel.rank
         if not manifest.checksums:
             if rank == 0:
-                print(f"vcpo: warning: {path} was written by an earlier version, without checksums: whether its files "
+                print(f"{WARNING_PREFIX}{path} was written by an earlier version, without checksums: whether its files "
                       "have changed is not known", flush=True)  # fmt: skip
             return
         mine = changed_files(path, manifest.checksums, rank, self._parallel.world_size)

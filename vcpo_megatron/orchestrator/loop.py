@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..config.models import RunConfig
-from ..config.process import ProcessContext
+from ..config.process import WARNING_PREFIX, ProcessContext
 from ..environments.base import Environment
 from ..observability.sinks import Sink
 from ..rollout.fleet import Changes, Fleet
@@ -170,6 +170,8 @@ class Controller:
         start = start_of_log(self._context.directory.metrics, plan.step, self._parts.steps, state.get("rows", []),
                              versions)  # fmt: skip
         self._log = MetricsLog(self._parts.sinks(plan.step), start.versions, self._parts.steps, start.written)
+        if start.problem:
+            print(f"{WARNING_PREFIX}{start.problem}", flush=True)
         for row in start.rows:
             self._log.add(row)
         trainer = Trainer(
@@ -200,7 +202,8 @@ class Controller:
         try:
             await self._recorder.finish("run ended" if self._accepted else None)
         except StoreError as error:
-            print(f"the store did not take the end of the run: {error}; a resume makes up for it", flush=True)
+            print(f"{WARNING_PREFIX}the store did not take the end of the run, which a resume makes up for: {error}",
+                  flush=True)  # fmt: skip
         if self._parts.fleet is not None:
             await self._parts.fleet.stop()
         if self._parts.recorded is not None:

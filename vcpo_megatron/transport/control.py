@@ -210,8 +210,8 @@ class Heartbeat:
 
 Message = (
     Hello | Loaded | WeightsReady | SyncDone | Probe | ProbeResult | BatchReady | StepDone | LeaveStep | StepLeft
-    | Checkpoint | CheckpointDone | Stop | Error | Heartbeat | OpenGroup | GroupOpened | SendWeights | WeightsSent | CloseGroups
-    | GroupsLost | ReleaseWeights
+    | Checkpoint | CheckpointDone | Stop | Error | Heartbeat | OpenGroup | GroupOpened | SendWeights | WeightsSent
+    | CloseGroups | GroupsLost | ReleaseWeights
 )  # fmt: skip
 #: What the learner's sender of weights reads, whatever its main thread does meanwhile.
 FOR_SENDER = (SyncDone, OpenGroup, SendWeights, CloseGroups, ReleaseWeights)
