@@ -13,7 +13,7 @@ from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
 from vcpo_megatron.config.run_directory import RunDirectory
 from vcpo_megatron.orchestrator.store import StoreError
 from vcpo_megatron.orchestrator.tasks import RunError
-from vcpo_megatron.transport.control import ControlError
+from vcpo_megatron.transport.messages import ControlError
 
 pytestmark = pytest.mark.timeout(120)
 CONFIG = {"checkpoint": {"every": 2}, "train": {"steps": 6}}
