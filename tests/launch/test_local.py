@@ -484,6 +484,16 @@ def test_resume_takes_the_newest_complete_checkpoint(
     assert (tmp_path / "told").read_text() == f"{step} 5"
 
 
+def test_a_lost_count_of_attempts_goes_on_after_that_of_the_checkpoints(tmp_path: Path) -> None:
+    from vcpo_megatron.launch import workspace
+
+    for step, attempt in ((2, 7), (4, 6)):
+        folder = tmp_path / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(MANIFEST.replace('"attempt": 1', f'"attempt": {attempt}'))
+    assert [workspace.next_attempt(RunDirectory(tmp_path)) for _ in range(2)] == [8, 9]
+
+
 def test_a_damaged_checkpoint_is_skipped_with_a_line(tmp_path: Path) -> None:
     for step, text in ((1, MANIFEST), (2, ""), (3, MANIFEST[:40])):
         folder = tmp_path / "checkpoints" / f"step_{step}"

@@ -70,13 +70,11 @@ class Outcome:
 
     def table(self) -> str:
         struck = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults.items())) or "none"
-        found, seconds = self.found, sorted(self.recovery_s) or [0.0]
+        seconds = sorted(self.recovery_s) or [0.0]
         lines = [
-            f"{found.steps} steps; servers: {struck}; seen: {self.deaths} deaths, {self.refusals} refusals",
+            f"{self.found.steps} steps; servers: {struck}; seen: {self.deaths} deaths, {self.refusals} refusals",
             f"recovery    {median(seconds):8.1f} s median, {seconds[-1]:.1f} s at most",
-            f"generated   {found.generated:>8}", f"trained     {found.trained:>8}", f"failed      {found.failed:>8}",
-            f"dropped     {found.dropped:>8}", *(f"  {count:>8}  {reason}" for reason, count in found.reasons.items()),
-            f"lost        {found.lost:>8}", f"duplicated  {found.duplicated:>8}", f"violations  {found.violations:>8}",
+            *self.found.lines(),
             f"mismatch    {self.mismatch:8.1e} nats at most",
         ]  # fmt: skip
         return "\n".join(lines)

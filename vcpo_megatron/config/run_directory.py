@@ -52,6 +52,11 @@ class Manifest(BaseModel):
     checksums: dict[str, int] = {}
 
 
+def read_manifest(folder: Path) -> Manifest:
+    """That of one checkpoint; FileNotFoundError when it has none, ValueError when it is damaged."""
+    return Manifest.model_validate(unsealed((folder / MANIFEST).read_bytes()))
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` so that a reader sees the old or the new content, durably.
 
@@ -153,7 +158,7 @@ class RunDirectory:
     def manifest(self, step: int) -> Manifest:
         """Manifest of the complete checkpoint ``step``; FileNotFoundError when it is not complete, ValueError when it
         is damaged."""
-        return Manifest.model_validate(unsealed((self.checkpoint(step) / MANIFEST).read_bytes()))
+        return read_manifest(self.checkpoint(step))
 
     def complete_steps(self) -> list[int]:
         """Steps of all complete checkpoints, ascending, whatever else was left behind.

@@ -80,7 +80,7 @@ class RolloutStore(StoreReader):
                 self._connection.execute("BEGIN IMMEDIATE")
                 yield
                 self._connection.execute("COMMIT")
-        except BaseException:
+        except BaseException:  # not handled here: nothing of it is written
             with _store_errors(self._path):
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")

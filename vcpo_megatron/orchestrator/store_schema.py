@@ -164,7 +164,7 @@ def _open_at_once(path: Path) -> sqlite3.Connection:
                 connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
             check_identity(connection, path)
             connection.execute(_PARKED)
-    except BaseException:
+    except BaseException:  # not handled here: nothing stays open
         connection.close()
         raise
     return connection
@@ -199,7 +199,7 @@ class ReadOnlyFile:
             try:
                 _copy_consistently(path, copied)
                 self.connection = _open_uri(copied, "mode=ro")
-            except BaseException:
+            except BaseException:  # not handled here: nothing stays open
                 self._copy.cleanup()
                 raise
 
@@ -250,7 +250,7 @@ def _open_uri(path: Path, options: str) -> sqlite3.Connection:
         with store_errors(path):
             connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
             check_identity(connection, path)
-    except BaseException:
+    except BaseException:  # not handled here: nothing stays open
         connection.close()
         raise
     return connection
