@@ -605,6 +605,18 @@ def test_the_time_limit_stops_with_a_checkpoint(tmp_path: Path) -> None:
     assert "stopped by --max-hours 0.000555556" in out and "newest complete checkpoint: step_2" in out
 
 
+def test_warnings_of_the_processes_reach_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "learner.0.log").write_text("vcpo: warning: of the attempt before\n")
+    warn = "print('vcpo: warning: {}', flush=True)\n"
+    roles = {"orchestrator": warn.format("rows are missing") + GOOD_ORCHESTRATOR,
+             "learner_0": warn.format("no checksums") + GOOD_LEARNER}  # fmt: skip
+    with started(tmp_path / "run", **roles) as run:
+        code, out, _ = run.wait()
+    told = [line for line in out.splitlines() if line.startswith("vcpo: warning: ")]
+    assert code == 0 and sorted(told) == ["vcpo: warning: no checksums", "vcpo: warning: rows are missing"]
+
+
 def test_a_user_goes_back_to_an_older_checkpoint(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         folder = tmp_path / "checkpoints" / f"step_{step}"
