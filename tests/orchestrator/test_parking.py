@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.orchestrator import test_store
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
-from tests.orchestrator.test_store import trajectory
 from vcpo_megatron.orchestrator.parking import Answer, Answers, from_text, to_text
 from vcpo_megatron.orchestrator.store import RolloutStore, StoreError
 from vcpo_megatron.rollout.protocol import GenerateResult, SamplingParams, Span
@@ -184,7 +184,7 @@ def test_what_is_kept_of_a_trajectory_goes_with_its_end(tmp_path: Path) -> None:
             store.admit(group, f"p{group}", group, 2, PolicyVersion(1, 0))
             for sample in range(2):
                 assert store.park(group, sample, [Answer(1, result(4, reason="abort"))])
-        assert store.add_trajectory(trajectory(0, 1, PolicyVersion(1, 0)))
+        assert store.add_trajectory(test_store.trajectory(0, 1, PolicyVersion(1, 0)))
         assert parked() == {(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)}
         assert store.replace(1, 0, "no", 2)
         assert parked() == {(0, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)}
