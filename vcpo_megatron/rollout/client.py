@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import aiohttp
 
 from ..config.servers import TESTED_SGLANG
+from ..config.text import one_line
 from . import protocol
 from .back_off import BackOff
 from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
@@ -362,10 +363,10 @@ def _error_message(text: str) -> str:
     try:
         reply = json.loads(text)
     except json.JSONDecodeError:
-        return text.strip()[:500]
+        return one_line(text, 500)
     if isinstance(reply, dict):
         error = reply.get("error", reply)
         message = error.get("message") if isinstance(error, dict) else error
         if message:
             return str(message)
-    return text.strip()[:500]
+    return one_line(text, 500)
