@@ -38,6 +38,12 @@ class ModelConfig(Section):
         "none", description="activations computed again in the backward: none, attention's inside, or whole layers"
     )
     vocab_multiple: int = Field(128, ge=1, description="the vocabulary is padded to a multiple of this")
+    transformer_impl: Literal["local", "transformer_engine"] = Field(
+        "local", description="whose linear layers: Megatron's; or TransformerEngine's, one trajectory a micro-batch"
+    )
+    core_attention: Literal["torch", "transformer_engine"] = Field(
+        "torch", description="attention over packs: torch's scaled dot product, or TransformerEngine's fused kernels"
+    )
 
 
 class ParallelConfig(Section):
