@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.mark.timeout(500)
 def test_engines_layers_take_the_step_of_the_oracle(tmp_path: Path) -> None:
-    """Its attention is told the boundaries of a pack; its matrices get one trajectory a micro-batch; the log says so."""
+    """Attention is told the boundaries of a pack; matrices get one trajectory a micro-batch, as the log says."""
     models = {family: make_model_folder(tmp_path / family, family) for family in {case[0] for case in CASES}}
     cases = [
         (make_config(models[family], 2, model=model, parallel=parallel, algorithm=algorithm),

@@ -269,3 +269,23 @@ def table(comparison: Comparison) -> str:
             f"{o.persistent / mib:>12.1f} {o.transient / mib:>9.1f}"
         )
     return "\n".join(lines)
+
+
+def curves(comparisons: Sequence[Comparison]) -> str:
+    """Of every model measured at several lengths: time over plain, and peak memory, by median length; "" without."""
+    lines = []
+    for model in dict.fromkeys(comparison.work.model for comparison in comparisons):
+        found = [comparison for comparison in comparisons if comparison.work.model == model]
+        if len({comparison.work.median for comparison in found}) < 2:
+            continue
+        peaks = [{outcome.name: outcome.transient / 2**20 for outcome in c.outcomes} for c in found]
+        parts: tuple[tuple[str, str, Callable[[int, str], float]], ...] = (
+            ("time over plain", ".3f", lambda i, name, found=found: found[i].ratio(name)),
+            ("peak MiB of a step", ".1f", lambda i, name, peaks=peaks: peaks[i][name]),
+        )
+        for what, form, value in parts:
+            lines.append(f"{model}: {what}, by median answer length")
+            lines.append(" " * 12 + "".join(f"{c.work.median:>10}" for c in found))
+            for name in peaks[0]:
+                lines.append(f"{name:<12}" + "".join(f"{value(i, name):>10{form}}" for i in range(len(found))))
+    return "".join(f"{line}\n" for line in lines)
