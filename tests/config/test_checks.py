@@ -181,6 +181,21 @@ def test_splits_of_experts(
     assert not [problem for problem in problems(make(model, *sound)) if not problem.startswith("model.path")]
 
 
+def test_the_balance_of_experts_needs_routers_with_a_softmax(
+    make: Callable[..., RunConfig], make_model: Callable[..., Path]
+) -> None:
+    def told(*changes: tuple[str, Any]) -> list[str]:
+        return [line for line in problems(make(("algorithm.global_aux_loss", 0.01), *changes)) if "aux_loss" in line]
+
+    (dense,) = told()
+    assert dense.startswith("algorithm.global_aux_loss = 0.01: ") and "has no routers with a softmax; use 0" in dense
+    model = ("model.path", make_model(**EXPERTS))
+    assert told(model) == []
+    assert told(model, ("rollout.routing_replay", True)) == [
+        "algorithm.global_aux_loss = 0.01: not tested with rollout.routing_replay = true; use 0, or false"
+    ]
+
+
 def test_routing_replay_needs_experts_and_a_record(
     make: Callable[..., RunConfig], make_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -116,6 +116,9 @@ class AlgorithmConfig(Section):
     kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || reference); with OPOB a second backward")
     kl_reference: Literal["none", "initial"] = Field("none", description="initial: a copy of model.path on the host")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy; with OPOB a second backward")
+    global_aux_loss: float = Field(
+        0.0, ge=0, description="weight of the experts' load-balancing loss over the whole batch; a forward counts first"
+    )
     allow_uncorrected: bool = Field(False, description="permit an asynchronous run without off-policy correction")
 
     @property
@@ -127,8 +130,8 @@ class AlgorithmConfig(Section):
 
     @property
     def regularized(self) -> bool:
-        """True when a KL or entropy term is part of the loss."""
-        return self.kl_coef > 0 or self.entropy_coef > 0
+        """True when the loss has a term that no reward scales: KL, entropy, the balance of experts."""
+        return self.kl_coef > 0 or self.entropy_coef > 0 or self.global_aux_loss > 0
 
 
 class OptimizerConfig(Section):

@@ -18,9 +18,11 @@ How b_g meets the gradient is the mode's business:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from ..config.models import RunConfig
 from ..types import Batch, PolicyVersion, StepResult
 from . import platform
 from .leaving import Forward, Leaving, ReplicaLeft
+from .load_balance import LoadBalance
 from .log_ratios import LogRatioExchange
 from .mismatch import mismatch_metrics
 from .objective import Objective
@@ -74,6 +77,8 @@ class VcpoStep:
             print(f"kl_reference: {self._reference.bytes:,} bytes of host memory on rank 0", flush=True)
         replayed = config.rollout.routing_replay
         self._replay = RoutingReplay(trainable.chunks, parallel, self._device) if replayed else None
+        weight, layers = algorithm.global_aux_loss, trainable.shape.num_layers
+        self._balance = LoadBalance(trainable.chunks, weight, layers, parallel) if weight > 0 else None
         self._objective: Objective  # of the batch at hand
         self._terms: PackTerms  # the same
         self._messages = LogRatioExchange(parallel, self._device)
@@ -152,18 +157,19 @@ class VcpoStep:
         if self._objective.row.statistic:
             self._find_statistic(everything)
         self._score_by_reference(everything)
+        self._count_experts_tokens(everything)
         if not self._objective.row.statistic:
             self._schedule(silent, self._forward_scoring, forward_only=True)
         if self._mode == "proxy":
             self._schedule(self._cut_groups(packs), self._forward_scoring, forward_only=True)
         if self._mode in ("accumulate", "deferred"):
             if algorithm.regularized:
-                self._schedule(everything, self._forward_regularizer)
+                self._schedule_balanced(everything, self._forward_regularizer)
             return self._exact_backward(packs, buckets)
         if self._mode == "two_pass":
             self._exact_backward(packs, [])
         whole = algorithm.regularized or algorithm.row.whole_batch
-        self._schedule(everything if whole else packs, self._forward_plain)
+        self._schedule_balanced(everything if whole else packs, self._forward_plain)
         self._start_reductions(buckets)
 
     def _start_reductions(self, buckets: Sequence[Bucket]) -> None:
@@ -232,6 +238,21 @@ class VcpoStep:
             with self._reference.swapped():
                 self._schedule(packs, self._forward_reference, forward_only=True)
 
+    def _schedule_balanced(self, packs: Sequence[Pack], forward: Forward) -> None:
+        """With the gradient of the experts' load-balancing loss, if there is one."""
+        with contextlib.nullcontext() if self._balance is None else self._balance.passes("pull"):
+            self._schedule(packs, forward)
+
+    def _count_experts_tokens(self, packs: Sequence[Pack]) -> None:
+        """A forward of the whole batch that counts, where the load-balancing loss asks for it."""
+        balance, experts = self._balance, self.trainable.shape.experts
+        if balance is None or experts is None:
+            return
+        with balance.passes("count"):
+            left = self._leaving.leaves(lambda: self._schedule(packs, self._forward_counting, forward_only=True))
+        if balance.agree(experts.count, left):
+            raise ReplicaLeft
+
     def _find_statistic(self, packs: Sequence[Pack]) -> None:
         """A forward of the whole batch for the one number that the method's row asks for, the same on all ranks."""
         left = self._leaving.leaves(lambda: self._schedule(packs, self._forward_scoring, forward_only=True))
@@ -247,10 +268,14 @@ class VcpoStep:
         self._objective.set_statistic(ratios[:-1])
 
     def _output(self, pack: Pack, model: torch.nn.Module) -> torch.Tensor:
-        def forward() -> torch.Tensor:
-            return forward_tokens(model, pack.tokens, pack.positions, pack.layout)
+        forward = partial(forward_tokens, model, pack.tokens, pack.positions, pack.layout)
+        for watch in (self._replay, self._balance):
+            if watch is not None:
+                forward = partial(watch.during, pack, forward)
+        return forward()
 
-        return forward() if self._replay is None else self._replay.during(pack, forward)
+    def _forward_counting(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
+        return self._output(pack, model), lambda logits: as_loss(logits.new_zeros(()))
 
     def _forward_scoring(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
         def loss(logits: torch.Tensor) -> Loss:
