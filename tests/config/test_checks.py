@@ -192,7 +192,7 @@ def test_the_balance_of_experts_needs_routers_with_a_softmax(
     model = ("model.path", make_model(**EXPERTS))
     assert told(model) == []
     assert told(model, ("rollout.routing_replay", True)) == [
-        "algorithm.global_aux_loss = 0.01: not tested with rollout.routing_replay = true; use 0, or false"
+        "algorithm.global_aux_loss = 0.01: not tested with rollout.routing_replay = true; use 0"
     ]
 
 

@@ -278,14 +278,10 @@ def curves(comparisons: Sequence[Comparison]) -> str:
         found = [comparison for comparison in comparisons if comparison.work.model == model]
         if len({comparison.work.median for comparison in found}) < 2:
             continue
+        ratios = [{outcome.name: c.ratio(outcome.name) for outcome in c.outcomes} for c in found]
         peaks = [{outcome.name: outcome.transient / 2**20 for outcome in c.outcomes} for c in found]
-        parts: tuple[tuple[str, str, Callable[[int, str], float]], ...] = (
-            ("time over plain", ".3f", lambda i, name, found=found: found[i].ratio(name)),
-            ("peak MiB of a step", ".1f", lambda i, name, peaks=peaks: peaks[i][name]),
-        )
-        for what, form, value in parts:
+        for what, form, columns in (("time over plain", ".3f", ratios), ("peak MiB of a step", ".1f", peaks)):
             lines.append(f"{model}: {what}, by median answer length")
             lines.append(" " * 12 + "".join(f"{c.work.median:>10}" for c in found))
-            for name in peaks[0]:
-                lines.append(f"{name:<12}" + "".join(f"{value(i, name):>10{form}}" for i in range(len(found))))
+            lines += [f"{name:<12}" + "".join(f"{column[name]:>10{form}}" for column in columns) for name in columns[0]]
     return "".join(f"{line}\n" for line in lines)

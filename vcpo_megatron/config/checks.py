@@ -122,7 +122,7 @@ def _experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         if experts is None or experts.sigmoid:
             yield f"algorithm.global_aux_loss = {weight}: {path} has no routers with a softmax; use 0"
         elif config.rollout.routing_replay:
-            yield f"algorithm.global_aux_loss = {weight}: not tested with rollout.routing_replay = true; use 0, or false"
+            yield f"algorithm.global_aux_loss = {weight}: not tested with rollout.routing_replay = true; use 0"
     if experts is None:
         for name in ("expert", "expert_tensor"):
             if (value := getattr(parallel, name)) > 1:

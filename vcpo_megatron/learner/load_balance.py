@@ -27,8 +27,7 @@ from .per_pack import PerPack
 
 
 class LoadBalance:
-    """Built once for the chunks of a model of ``layers`` layers. A step: passes that count, ``agree``, passes that pull.
-    """
+    """Built once for the chunks of a model of ``layers`` layers. In a step: passes that count, ``agree``, that pull."""
 
     def __init__(
         self, chunks: Sequence[torch.nn.Module], coefficient: float, layers: int, parallel: Parallel
