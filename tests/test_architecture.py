@@ -41,7 +41,7 @@ RESERVED: dict[str, tuple[str, ...]] = {
 TORCH_FREE = (
     "types", "config", "environments", "orchestrator", "launch", "planning", "observability", *COMMAND_LINE,
     "rollout.protocol", "rollout.client", "rollout.fleet", "rollout.agent_loop", "rollout.chat",
-    "transport.control", "transport.child",
+    "transport.messages", "transport.frames", "transport.control", "transport.child",
 )  # fmt: skip
 
 

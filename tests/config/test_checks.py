@@ -80,6 +80,7 @@ BAD = [
     ([("launch.learner_ranks", 5)], "train.groups_per_step = 4", "fewer than the 5 data-parallel replicas"),
     ([("parallel.tensor", 2), ("launch.learner_ranks", 2), ("model.vocab_multiple", 3)],
      "model.vocab_multiple = 3", "not divisible by parallel.tensor = 2"),
+    ([("model.vocab_multiple", 1025)], "model.vocab_multiple = 1025", "give at most 1024"),
     ([("parallel.tensor", 4), ("launch.learner_ranks", 4)], "parallel.tensor = 4", "does not divide the 2 key-value"),
     ([("parallel.pipeline", 4), ("launch.learner_ranks", 4)], "parallel.pipeline = 4", "does not divide the 2 layers"),
     ([("algorithm.is_level", "none")], 'algorithm.is_level = "none"', "allow_uncorrected = true"),

@@ -12,7 +12,8 @@ import torch
 from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.config.process import ProcessContext
 from vcpo_megatron.learner import platform
-from vcpo_megatron.transport.control import (
+from vcpo_megatron.transport.groups import WeightGroup, find_store, flat_size, unflatten
+from vcpo_megatron.transport.messages import (
     GroupOpened,
     OpenGroup,
     ReleaseWeights,
@@ -21,7 +22,6 @@ from vcpo_megatron.transport.control import (
     WeightsReady,
     WeightsSent,
 )
-from vcpo_megatron.transport.groups import WeightGroup, find_store, flat_size, unflatten
 from vcpo_megatron.types import PolicyVersion
 
 PATIENCE_S = 60.0

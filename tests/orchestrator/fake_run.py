@@ -30,12 +30,11 @@ from vcpo_megatron.orchestrator.replay import open_recorded, recorded_steps
 from vcpo_megatron.rollout.client import ServerError, ServerUnavailable
 from vcpo_megatron.rollout.fleet import Changes, Fleet, FleetOptions, Server
 from vcpo_megatron.rollout.protocol import GenerateResult, SamplingParams, Span
-from vcpo_megatron.transport.control import (
+from vcpo_megatron.transport.control import ControlClient, ControlServer
+from vcpo_megatron.transport.messages import (
     BatchReady,
     Checkpoint,
     CheckpointDone,
-    ControlClient,
-    ControlServer,
     Error,
     Heartbeat,
     Hello,

@@ -17,7 +17,7 @@ from vcpo_megatron.orchestrator.weight_sync import SyncError, WeightSync
 from vcpo_megatron.orchestrator.weight_update import Updater
 from vcpo_megatron.rollout.client import ServerError
 from vcpo_megatron.rollout.fleet import Changes, Fleet
-from vcpo_megatron.transport.control import (
+from vcpo_megatron.transport.messages import (
     CloseGroups,
     GroupOpened,
     GroupsLost,

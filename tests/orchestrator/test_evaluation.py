@@ -15,7 +15,7 @@ from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
 from vcpo_megatron.observability.sinks import JsonlSink
 from vcpo_megatron.orchestrator.evaluation import evaluating_servers, mean_reward
 from vcpo_megatron.orchestrator.rows import MetricsLog, evaluated_versions, start_of_log
-from vcpo_megatron.transport.control import ControlError
+from vcpo_megatron.transport.messages import ControlError
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,7 +12,7 @@ import pytest
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
 from vcpo_megatron.orchestrator.exact import sampling_seed
 from vcpo_megatron.orchestrator.tasks import RunError
-from vcpo_megatron.transport.control import ControlError
+from vcpo_megatron.transport.messages import ControlError
 
 pytestmark = pytest.mark.timeout(60)
 

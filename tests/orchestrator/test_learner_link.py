@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vcpo_megatron.orchestrator.learner_link import LearnerLink
-from vcpo_megatron.transport.control import ControlError, Message, ProbeResult
+from vcpo_megatron.transport.messages import ControlError, Message, ProbeResult
 
 pytestmark = pytest.mark.timeout(30)
 

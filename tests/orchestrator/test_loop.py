@@ -18,7 +18,7 @@ from vcpo_megatron.orchestrator.store import RolloutStore
 from vcpo_megatron.orchestrator.tasks import RunError, StopRequest
 from vcpo_megatron.orchestrator.trainer import Trainer
 from vcpo_megatron.rollout.fleet import FleetError
-from vcpo_megatron.transport.control import ControlError
+from vcpo_megatron.transport.messages import ControlError
 
 pytestmark = pytest.mark.timeout(60)
 

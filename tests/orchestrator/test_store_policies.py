@@ -14,7 +14,7 @@ from tests.orchestrator.fake_run import FakeRun, config
 from tests.orchestrator.test_store import V0, check_invariant, sample_group, trajectory
 from vcpo_megatron import cli
 from vcpo_megatron.orchestrator.store import RolloutStore, StoreError, StoreFullError
-from vcpo_megatron.transport.control import ControlError
+from vcpo_megatron.transport.messages import ControlError
 from vcpo_megatron.types import PolicyVersion, TrajectoryResult
 
 pytestmark = pytest.mark.timeout(60)

@@ -1,206 +1,36 @@
-"""Control messages keep every value and type over the wire; strangers neither get in nor disturb."""
+"""Control sockets carry every message; strangers neither get in nor disturb."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
 
 import msgpack
-import numpy as np
 import pytest
 import zmq
 
-from vcpo_megatron.transport import control
-from vcpo_megatron.transport.control import (
-    BatchReady,
-    Checkpoint,
-    CheckpointDone,
-    CloseGroups,
-    ControlClient,
+from tests.transport.samples import MESSAGES, TOKEN, same
+from vcpo_megatron.transport import messages
+from vcpo_megatron.transport.control import ControlClient, ControlServer
+from vcpo_megatron.transport.frames import encode
+from vcpo_megatron.transport.messages import (
     ControlError,
-    ControlServer,
     Error,
-    GroupOpened,
-    GroupsLost,
     Heartbeat,
     Hello,
-    OpenGroup,
-    Probe,
-    ProbeResult,
     ReleaseWeights,
-    SendWeights,
-    StepDone,
     Stop,
     SyncDone,
-    WeightsReady,
-    WeightsSent,
-    decode,
-    encode,
 )
 from vcpo_megatron.types import (
-    Batch,
-    Group,
     PolicyVersion,
-    StepResult,
-    Trajectory,
-    TrajectoryResult,
-    Turn,
-    VersionSpan,
 )
 
 PATIENCE_S = 10.0
-TOKEN = "secret"
-
-
-def trajectory(group: int, sample: int, tokens: list[int], mask: list[bool], logprobs: list[float]) -> Trajectory:
-    start = mask.index(True)
-    end = len(mask)
-    return Trajectory(
-        group_id=group,
-        sample_index=sample,
-        prompt_id=f"prompt-{group}",
-        prompt_length=start,
-        tokens=np.array(tokens, np.int32),
-        loss_mask=np.array(mask, np.bool_),
-        behavior_logprobs=np.array(logprobs, np.float32),
-        turns=(
-            Turn(start, end, "length", (VersionSpan(start, start + 1, PolicyVersion(1, 16)),
-                                        VersionSpan(start + 1, end, PolicyVersion(2, 17)))),
-        ),
-        reward=0.5,
-        info={"format": 1.0, "correct": 0.0},
-    )  # fmt: skip
-
-
-T, F = True, False
-BATCH = Batch(
-    step=17,
-    groups=(
-        Group(3, "prompt-3", (
-            trajectory(3, 0, [1, 2, 3, 4], [F, F, T, T], [0.0, 0.0, -0.25, -1.5]),
-            trajectory(3, 1, [7, 151935, 2147483647], [F, T, T], [0.0, -1e-7, -60.0]),
-        )),
-        Group(9, "prompt-9", (trajectory(9, 0, [5, 6, 7, 8, 9], [F, T, T, F, T], [0.0, -1.0, -2.0, 0.0, -3.0]),)),
-    ),
-)  # fmt: skip
-
-EXPERTS = np.arange(2 * 3 * 2, dtype=np.uint16).reshape(2, 3, 2)
-#: Of three trajectories the second has a record of its experts.
-ROUTED = Batch(
-    step=18,
-    groups=(
-        Group(4, "prompt-4", (
-            trajectory(4, 0, [1, 2, 3], [F, T, T], [0.0, -0.25, -1.5]),
-            replace(trajectory(4, 1, [7, 8], [F, T], [0.0, -1e-7]), routed_experts=EXPERTS),
-            trajectory(4, 2, [1, 2], [F, T], [0.0, -0.25]),
-        )),
-    ),
-)  # fmt: skip
-
-MESSAGES: list[Any] = [
-    Hello(TOKEN, PolicyVersion(2, 40), 4),
-    WeightsReady(PolicyVersion(1, 3), (b"first\x00bucket", b"", b"\xff" * 1000)),
-    WeightsReady(PolicyVersion(1, 0), ()),
-    SyncDone(PolicyVersion(10, 123456)),
-    Probe(np.array([1, 2, 3, 2147483647], np.int32)),
-    Probe(np.zeros(0, np.int32)),
-    ProbeResult(np.array([-0.5, -1e-30, -np.inf], np.float32)),
-    BatchReady(BATCH),
-    BatchReady(ROUTED),
-    BatchReady(Batch(0, ())),
-    control.LeaveStep(7),
-    control.StepLeft(7),
-    StepDone(
-        StepResult(
-            step=17,
-            version=PolicyVersion(1, 18),
-            skipped="non-finite step",
-            metrics={"loss": -0.125, "ess/ratio": math.inf},
-            trajectories=(TrajectoryResult(3, 0, -0.5, 0.6065, 2.5, 0.25), TrajectoryResult(3, 1, 9.0, 8.0, 0.0, 0.25)),
-        )
-    ),
-    Checkpoint(20, {"cursor": 12, "open": [1, 2], "nested": {"a": None, "b": [True, 0.5, "x"]}}),
-    CheckpointDone(20, 1.75),
-    Stop("done"),
-    Error("learner rank 1", "out of memory: 3 GiB asked for"),
-    Heartbeat("learner rank 0", "waits for a batch (step 3)"),
-    OpenGroup("vcpo-1", 3),
-    GroupOpened("vcpo-1", "10.0.0.1", 4711, "gloo"),
-    SendWeights("vcpo-1", PolicyVersion(2, 7)),
-    WeightsSent("vcpo-1", PolicyVersion(2, 7), {"a.weight": "00ff"}),
-    CloseGroups("server 1 refused"),
-    GroupsLost("connection reset"),
-    ReleaseWeights(PolicyVersion(2, 6)),
-]
-
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal in value, type, dtype and order, arrays and tuples included."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if is_dataclass(a):
-        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
-    if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    return bool(a == b)
-
-
-def test_same_tells_apart() -> None:
-    """The comparison that the tests below rest on."""
-    assert same(np.float32([0.0]), np.float32([0.0])) and not same(np.float32([0.0]), np.float32([-0.0]))
-    assert not same(np.zeros(2, np.int32), np.zeros(2, np.int64)) and not same((1,), [1])
-
-
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_round_trip_through_bytes(message: Any) -> None:
-    frames = [bytes(frame) for frame in encode(message)]
-    assert same(decode(frames), message)
-
-
-def test_every_kind_of_message_is_tested() -> None:
-    assert {type(message) for message in MESSAGES} == set(control.Message.__args__)
-
-
-def test_nan_survives() -> None:
-    result = TrajectoryResult(1, 0, math.nan, 1.0, math.nan, 0.0)
-    message = StepDone(StepResult(0, PolicyVersion(1, 1), "", {"loss": math.nan}, (result,)))
-    got = decode(encode(message)).result  # type: ignore[union-attr]
-    assert math.isnan(got.metrics["loss"]) and math.isnan(got.trajectories[0].log_ratio)
-    assert math.isnan(got.trajectories[0].grad_norm) and got.trajectories[0].weight == 1.0
-
-
-def test_arrays_travel_as_raw_little_endian_buffers() -> None:
-    header, buffer = encode(Probe(np.array([1, 258], ">i4")))
-    assert bytes(buffer) == b"\x01\x00\x00\x00\x02\x01\x00\x00"
-    assert msgpack.unpackb(header)["kind"] == "Probe"
-    _, *buffers = encode(BatchReady(BATCH))
-    assert [len(bytes(frame)) for frame in buffers] == [12 * 4, 12, 12 * 4]
-    assert bytes(buffers[0])[:8] == b"\x01\x00\x00\x00\x02\x00\x00\x00"
-
-
-def test_non_contiguous_arrays() -> None:
-    tokens = np.arange(10, dtype=np.int32)[::3]
-    assert decode(encode(Probe(tokens))).tokens.tolist() == [0, 3, 6, 9]  # type: ignore[union-attr]
-
-
-def test_unknown_message_is_named() -> None:
-    with pytest.raises(ControlError, match="'Launch'"):
-        decode([msgpack.packb({"kind": "Launch", "body": {}})])
-
-
-# --- sockets ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -240,7 +70,7 @@ def test_every_message_in_both_directions(address: str, client: ControlClient) -
             client.send(message)
             assert same(await server.receive(), message)
             await server.send(message)
-            for_sender = isinstance(message, control.FOR_SENDER)
+            for_sender = isinstance(message, messages.FOR_SENDER)
             receive = client.receive_for_sender if for_sender else client.receive
             assert same(await asyncio.to_thread(receive, PATIENCE_S), message)
 

@@ -32,8 +32,8 @@ from ..rollout.client import ServerClient
 from ..rollout.fleet import Server
 from ..rollout.protocol import SamplingParams
 from ..transport.broadcaster import Broadcaster
-from ..transport.control import Message, SyncDone, WeightsReady
 from ..transport.groups import WeightGroup, find_store
+from ..transport.messages import Message, SyncDone, WeightsReady
 from ..types import PolicyVersion
 from .rollout import engine_server
 

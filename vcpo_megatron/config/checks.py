@@ -367,6 +367,11 @@ def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"parallel.virtual_pipeline = {parallel.virtual_pipeline}: pipeline x virtual_pipeline = {stages} does not "
             f"divide the {shape.num_layers} layers of {path}"
         )
+    if config.model.vocab_multiple > shape.largest_vocab_multiple:
+        yield (
+            f"model.vocab_multiple = {config.model.vocab_multiple}: most of the vocabulary would be padding; give at "
+            f"most {shape.largest_vocab_multiple} for {path}"
+        )
     yield from _experts(config, shape)
     wanted = config.rollout.context_length
     if wanted is not None and wanted > shape.max_position_embeddings:

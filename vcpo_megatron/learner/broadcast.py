@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..transport.broadcaster import Broadcaster
-from ..transport.control import GroupOpened
 from ..transport.groups import flat_size
+from ..transport.messages import GroupOpened
 
 Stream = Iterator[tuple[str, torch.Tensor]]
 

@@ -151,8 +151,7 @@ def _layout_options(config: RunConfig) -> dict[str, Any]:
 
 def padded_vocabulary(config: RunConfig, shape: ModelShape) -> int:
     """Vocabulary size rounded up to ``model.vocab_multiple``."""
-    multiple = config.model.vocab_multiple
-    return -(-shape.vocab_size // multiple) * multiple
+    return shape.padded_vocabulary(config.model.vocab_multiple)
 
 
 def global_name(chunk: GPTModel, name: str) -> str:

@@ -29,9 +29,9 @@ from ..config.models import RunConfig
 from ..config.process import ProcessContext
 from ..conversion.checksums import Checksums
 from ..transport.broadcaster import BroadcastError
-from ..transport.control import (
+from ..transport.control import ControlClient
+from ..transport.messages import (
     CloseGroups,
-    ControlClient,
     GroupsLost,
     Heartbeat,
     Message,

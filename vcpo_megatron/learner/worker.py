@@ -22,11 +22,12 @@ import torch.distributed as dist
 
 from ..config.models import RunConfig
 from ..config.process import ENDED_BY_ORCHESTRATOR, ProcessContext
-from ..transport.control import (
+from ..transport.control import ControlClient
+from ..transport.frames import decode, encode
+from ..transport.messages import (
     BatchReady,
     Checkpoint,
     CheckpointDone,
-    ControlClient,
     ControlError,
     Error,
     Heartbeat,
@@ -38,8 +39,6 @@ from ..transport.control import (
     StepDone,
     StepLeft,
     Stop,
-    decode,
-    encode,
 )
 from ..types import Batch, PolicyVersion
 from .checkpoint import Checkpoints

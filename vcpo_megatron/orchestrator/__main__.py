@@ -22,7 +22,8 @@ from ..observability.sinks import JsonlSink, Sink, TensorBoardSink
 from ..rollout.client import ServerError, ServerUnavailable
 from ..rollout.fleet import Changes, FleetError
 from ..rollout.protocol import ProtocolError
-from ..transport.control import ControlError, ControlServer
+from ..transport.control import ControlServer
+from ..transport.messages import ControlError
 from .failures import one_line
 from .loop import Controller, Parts
 from .replay import open_recorded, recorded_steps

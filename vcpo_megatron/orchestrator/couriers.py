@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from ..rollout.fleet import Server
-from ..transport.control import (
+from ..transport.messages import (
     CloseGroups,
     GroupOpened,
     GroupsLost,

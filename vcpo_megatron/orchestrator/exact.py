@@ -34,7 +34,7 @@ from ..rollout.agent_loop import EpisodeError, Generate, run_episode
 from ..rollout.client import ServerError, ServerUnavailable
 from ..rollout.fleet import Fleet, Server
 from ..rollout.protocol import GenerateResult, ProtocolError, SamplingParams
-from ..transport.control import WeightsReady
+from ..transport.messages import WeightsReady
 from ..types import Batch, Group, StepResult, Trajectory
 from .evaluation import EVALUATION_GROUP, mean_reward
 from .failures import one_line

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ..transport.control import (
+from ..transport.messages import (
     BatchReady,
     Checkpoint,
     CheckpointDone,

@@ -37,7 +37,7 @@ from ..environments.base import Environment
 from ..observability.sinks import Sink
 from ..rollout.fleet import Changes, Fleet
 from ..rollout.protocol import SamplingParams
-from ..transport.control import ControlError, WeightsReady
+from ..transport.messages import ControlError, WeightsReady
 from ..types import Batch, PolicyVersion
 from .batcher import Batcher
 from .checksums import ChecksumBook

@@ -28,7 +28,7 @@ from typing import Any
 
 from ..rollout.client import ServerUnavailable
 from ..rollout.fleet import Fleet, Server
-from ..transport.control import WeightsReady
+from ..transport.messages import WeightsReady
 from ..types import PolicyVersion
 from .tasks import cancel
 from .weight_update import Updater, Wave, WaveFailed

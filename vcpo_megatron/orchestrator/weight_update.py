@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ..rollout.client import ServerError, ServerUnavailable
 from ..rollout.fleet import Server
 from ..rollout.protocol import PauseMode, ProtocolError
-from ..transport.control import WeightsReady
+from ..transport.messages import WeightsReady
 from .checksums import ChecksumBook, ChecksumError
 from .tasks import run_all
 

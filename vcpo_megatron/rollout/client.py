@@ -307,14 +307,16 @@ class ServerClient:
                 method, self.base_url + endpoint, data=data, headers=headers, timeout=timeout
             ) as response:
                 text = await response.text()
-                status = response.status
+                status, reason = response.status, response.reason
         except TimeoutError as error:
             reason = str(error) or f"no answer within {timeout_s:g} s"
             raise ServerUnavailable(self.base_url, endpoint, reason) from error
+        except aiohttp.InvalidURL as error:  # says the address only
+            raise ServerUnavailable(self.base_url, endpoint, "this is no address") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnavailable(self.base_url, endpoint, str(error) or type(error).__name__) from error
         if status != 200:
-            raise ServerError(self.base_url, endpoint, status, _error_message(text))
+            raise ServerError(self.base_url, endpoint, status, _error_message(text) or reason or "without a reason")
         return _decode(text, self.base_url + endpoint)
 
 

@@ -1,0 +1,201 @@
+"""What the orchestrator and learner rank 0 say to each other; no torch.
+
+    orchestrator (ROUTER, asyncio)                    learner rank 0 (DEALER, blocking)
+        <-- Hello        once, with the run's token
+        <-- WeightsReady after the start and after every step, followed by its buckets
+        --> SyncDone     the weights were taken over; the next ones may come
+        --> OpenGroup    <-- GroupOpened    rollout.sync = "distributed": servers and sender meet at an address
+        --> SendWeights  <-- WeightsSent    all buckets of a version, broadcast in the order of its plan
+        --> CloseGroups, ReleaseWeights     <-- GroupsLost
+        --> Probe        <-- ProbeResult
+        --> BatchReady   <-- StepDone, or StepLeft
+        --> LeaveStep    asks for StepLeft; StepDone comes all the same when the step is too far
+        --> Checkpoint   <-- CheckpointDone
+        --> Stop         the learner ends with exit code 0
+        <-> Error        the run ends; <-> Heartbeat
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..types import Batch, PolicyVersion, StepResult
+
+
+class ControlError(RuntimeError):
+    """The peer is silent past a deadline, speaks wrongly, or reported an error."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """First message of the learner. ``version`` is the policy that its parameters are."""
+
+    token: str
+    version: PolicyVersion
+    world_size: int
+
+
+@dataclass(frozen=True)
+class WeightsReady:
+    """All tensors of ``version`` under Hugging Face names can be had, in one of three ways.
+
+    buckets    rollout.sync = "tensor": serialized, opaque; each is what SGLang's ``update_weights_from_tensor`` takes
+               as one element of ``serialized_named_tensors`` (base64 text as bytes), forwarded unread
+    path       "disk": a folder of safetensors, complete
+    plan       "distributed": buckets in the order in which they will be broadcast, each a list of
+               [name, dtype, shape]
+    checksums  name of a server's parameter -> checksum, with ``rollout.verify_sync``; for "distributed" they come
+               with WeightsSent
+    """
+
+    version: PolicyVersion
+    buckets: tuple[bytes, ...] = ()
+    path: str = ""
+    plan: list[Any] = field(default_factory=list)
+    checksums: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SyncDone:
+    version: PolicyVersion
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """Asks the sender to wait, as rank 0, for the servers of group ``name``; ``world_size`` counts it."""
+
+    name: str
+    world_size: int
+
+
+@dataclass(frozen=True)
+class GroupOpened:
+    """The servers of group ``name`` are awaited at ``address``:``port``; ``backend`` is torch's."""
+
+    name: str
+    address: str
+    port: int
+    backend: str
+
+
+@dataclass(frozen=True)
+class SendWeights:
+    """Asks the sender to broadcast all buckets of ``version`` in group ``name``."""
+
+    name: str
+    version: PolicyVersion
+
+
+@dataclass(frozen=True)
+class WeightsSent:
+    """Every bucket has left. ``checksums`` as in WeightsReady."""
+
+    name: str
+    version: PolicyVersion
+    checksums: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CloseGroups:
+    """Ends every group at once, also in the middle of a broadcast."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class GroupsLost:
+    """A broadcast failed; no group is left."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReleaseWeights:
+    """``version`` will not be asked for any more."""
+
+    version: PolicyVersion
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Asks for log-probs of ``tokens`` [L] (int32) under the current parameters."""
+
+    tokens: np.ndarray
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """``logprobs`` [L-1] (float32): log pi(tokens[t] | tokens[:t]) for t = 1..L-1."""
+
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True)
+class BatchReady:
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class StepDone:
+    result: StepResult
+
+
+@dataclass(frozen=True)
+class LeaveStep:
+    """Asks to leave ``step`` without its optimizer step. It may be done already: StepDone is then the answer."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class StepLeft:
+    """``step`` was left: parameters and optimizer are as before it."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Asks for a checkpoint of the current parameters as ``step``; ``state`` goes into its manifest."""
+
+    step: int
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckpointDone:
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Stop:
+    reason: str
+
+
+@dataclass(frozen=True)
+class Error:
+    """Fatal: the sender is about to end. ``message`` is one line for the user."""
+
+    sender: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """``doing`` says what the sender does or waits for."""
+
+    sender: str
+    doing: str
+
+
+Message = (
+    Hello | WeightsReady | SyncDone | Probe | ProbeResult | BatchReady | StepDone | LeaveStep | StepLeft | Checkpoint
+    | CheckpointDone | Stop | Error | Heartbeat | OpenGroup | GroupOpened | SendWeights | WeightsSent | CloseGroups
+    | GroupsLost | ReleaseWeights
+)  # fmt: skip
+#: What the learner's sender of weights reads, whatever its main thread does meanwhile.
+FOR_SENDER = (SyncDone, OpenGroup, SendWeights, CloseGroups, ReleaseWeights)
