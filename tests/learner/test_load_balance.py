@@ -32,8 +32,8 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]
 }  # fmt: skip
 
 
-def balance_gradient(folder: Path, batch: Batch) -> dict[str, torch.Tensor]:
-    """Of coef sum_layers E sum_e f_e P_e, by autograd through transformers' own model in fp64."""
+def balance(folder: Path, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    """Mean over layers of E sum_e f_e P_e; gradient of coef times their sum, by transformers' own model in fp64."""
     model = reference(folder)
     scores: list[list[torch.Tensor]] = []
     for trajectory in (t for group in batch.groups for t in group.trajectories):
@@ -47,14 +47,15 @@ def balance_gradient(folder: Path, batch: Batch) -> dict[str, torch.Tensor]:
     names = dict(model.named_parameters())
     found = torch.autograd.grad(loss, list(names.values()), allow_unused=True)
     pairs = zip(names.items(), found, strict=True)
-    return _by_expert({name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs})
+    gradient = _by_expert({name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs})
+    return float(loss.detach()) / COEFFICIENT / len(scores[0]), gradient
 
 
 @pytest.mark.timeout(900)
 def test_its_gradient_is_added_once_in_every_layout(tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "moe", "moe")
     batch = make_batch(model)
-    pull = balance_gradient(model, batch)
+    value, pull = balance(model, batch)
     for ranks, rows in CASES.items():
         configs = [
             make_config(model, ranks, parallel=parallel, algorithm={**algorithm, "global_aux_loss": COEFFICIENT},
@@ -74,4 +75,5 @@ def test_its_gradient_is_added_once_in_every_layout(tmp_path: Path) -> None:
             assert bool(norms.isnan().all()) == ("method" in row[1])
             kept = ~norms.isnan()
             torch.testing.assert_close(norms[kept], oracle.norms[kept], rtol=5e-6, atol=0)
+            assert result.metrics["experts/balance"] == pytest.approx(value, rel=1e-5)
             assert result.metrics["lr/effective"] == pytest.approx(oracle.learning_rate, rel=5e-6)

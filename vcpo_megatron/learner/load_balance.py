@@ -12,6 +12,7 @@ No reward scales the loss and no trajectory's norm holds it: it belongs to the b
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,9 @@ class LoadBalance:
         self._coefficient, self._layers, self._parallel = coefficient, layers, parallel
         self._tokens: PerPack[Tensor] = PerPack()
         self._mode = ""
+        #: layer -> float64 [2, E]: tokens sent to each expert, and the sum of its scores
         self._counts: dict[int, Tensor] = {}
+        self._value = math.nan
         for router in routers:
             self._attach(router)
 
@@ -52,15 +55,23 @@ class LoadBalance:
             self._mode = ""
 
     def agree(self, experts: int, left: bool) -> bool:
-        """Sum the counts of all ranks; whether any has ``left`` the step, and then they are worth nothing."""
-        table = torch.zeros(self._layers * experts + 1, dtype=torch.float64)
+        """Sum what all ranks counted; whether any has ``left`` the step, and then it is worth nothing."""
+        table = torch.zeros(2 * self._layers * experts + 1, dtype=torch.float64)
+        rows = table[:-1].view(self._layers, 2, experts)
         table[-1] = float(left)
         for layer, counts in self._counts.items():
-            table[layer * experts : (layer + 1) * experts] = counts.cpu()
+            rows[layer] = counts.cpu()
         agree_sum(table, self._parallel)
-        rows = table[:-1].view(self._layers, experts)
         self._counts = {layer: rows[layer].to(counts) for layer, counts in self._counts.items()}
+        sent, scores = rows[rows.sum((1, 2)) > 0].unbind(1)
+        shares = sent / sent.sum(1, keepdim=True) * (scores / scores.sum(1, keepdim=True))
+        self._value = experts * float(shares.sum(1).mean())
         return bool(table[-1] > 0)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the batch that was counted last."""
+        return {"experts/balance": self._value}
 
     def during(self, pack: Pack, forward: Callable[[], Tensor]) -> Tensor:
         """The output of ``forward`` on ``pack``."""
@@ -78,20 +89,25 @@ class LoadBalance:
             real = self._tokens.current
             if real is None or not self._mode:
                 return probs, chosen
+            logits = logits.flatten(0, -2)[real]
             if self._mode == "count":
-                found = chosen[real].sum(0, dtype=torch.float64)
+                found = torch.stack([chosen[real].sum(0), _scores(logits).detach()]).double()
                 self._counts[layer] = self._counts[layer] + found if layer in self._counts else found
                 return probs, chosen
-            return _WithLoss.apply(probs, self._loss(layer, logits.flatten(0, -2)[real], router.topk)), chosen
+            return _WithLoss.apply(probs, self._loss(layer, logits, router.topk)), chosen
 
         router.routing = types.MethodType(routing, router)
 
     def _loss(self, layer: int, logits: Tensor, top_k: int) -> Tensor:
         """Of this rank's real tokens: logits [t, experts]."""
-        counts = self._counts[layer]
-        tokens = float(counts.sum()) / top_k
-        scores = torch.softmax(logits, -1, dtype=torch.float32).sum(0)
-        return (scores * counts).sum() * (self._coefficient * len(counts) / (top_k * tokens**2))
+        sent = self._counts[layer][0]
+        tokens = float(sent.sum()) / top_k
+        return (_scores(logits) * sent).sum() * (self._coefficient * len(sent) / (top_k * tokens**2))
+
+
+def _scores(logits: Tensor) -> Tensor:
+    """Sums over tokens of their probabilities: [experts], fp32."""
+    return torch.softmax(logits, -1, dtype=torch.float32).sum(0)
 
 
 class _WithLoss(torch.autograd.Function):

@@ -148,7 +148,7 @@ class VcpoStep:
             ess_ratio_truncated=batch_ess_ratio(table.log_ratio, "truncated", algorithm.is_threshold),
             ess_scale=scale, learning_rate=learning_rate, total_norm=total_norm, skipped=bool(skipped),
             seconds=seconds,
-        ) | mismatch_metrics(table)  # fmt: skip
+        ) | mismatch_metrics(table) | ({} if self._balance is None else self._balance.metrics)  # fmt: skip
         return StepResult(batch.step, version, skipped, metrics, trajectory_results(table, facts, weights, batch))
 
     def _gradient(self, silent: Sequence[Pack], packs: Sequence[Pack], buckets: Sequence[Bucket]) -> None:
@@ -156,8 +156,8 @@ class VcpoStep:
         everything, algorithm = [*silent, *packs], self.config.algorithm
         if self._objective.row.statistic:
             self._find_statistic(everything)
+        self._count_experts_tokens(everything)  # as above, before a replica may leave without the others
         self._score_by_reference(everything)
-        self._count_experts_tokens(everything)
         if not self._objective.row.statistic:
             self._schedule(silent, self._forward_scoring, forward_only=True)
         if self._mode == "proxy":
