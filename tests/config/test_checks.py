@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.config.test_model_shape import DEEPSEEK_V3
 from vcpo_megatron.config.checks import problems
 from vcpo_megatron.config.fused_kernels import InstalledKernels
 from vcpo_megatron.config.models import RunConfig
@@ -241,6 +242,17 @@ def test_transformer_engine_is_refused_by_name(
     for line, part in zip(told, expected, strict=True):
         key, text = part.split(" ", 1)
         assert line.startswith(f'model.{key} = "transformer_engine": {text}')
+
+
+@pytest.mark.parametrize(("engine", "refused"), [("sglang", 1), ("embedded", 0)])
+def test_checksums_of_latent_attention_in_sglang_are_refused(
+    make: Callable[..., RunConfig], make_model: Callable[..., Path], engine: str, refused: int
+) -> None:
+    model = ("model.path", make_model(**{**DEEPSEEK_V3, "rope_parameters": None}))
+    found = problems(make(model, ("rollout.engine", engine), ("rollout.verify_sync", True)))
+    assert sum(problem.startswith("rollout.verify_sync = true: SGLang keeps") for problem in found) == refused, found
+    dense = problems(make(("rollout.engine", engine), ("rollout.verify_sync", True)))
+    assert not [problem for problem in dense if "verify_sync" in problem]
 
 
 def test_heads_and_mlp_are_checked_too(make: Callable[..., RunConfig], make_model: Callable[..., Path]) -> None:

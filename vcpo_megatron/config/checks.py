@@ -373,6 +373,11 @@ def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"most {shape.largest_vocab_multiple} for {path}"
         )
     yield from _experts(config, shape)
+    if config.rollout.verify_sync and config.rollout.engine == "sglang" and shape.latent is not None:
+        yield (
+            f"rollout.verify_sync = true: SGLang keeps the latent attention of {path} in another form than it is sent "
+            "in, so its checksums cannot be foretold; set it to false"
+        )
     wanted = config.rollout.context_length
     if wanted is not None and wanted > shape.max_position_embeddings:
         yield (
