@@ -28,8 +28,10 @@ from vcpo_megatron.observability.sinks import JsonlSink
 from vcpo_megatron.orchestrator.loop import Controller, Parts
 from vcpo_megatron.orchestrator.replay import open_recorded, recorded_steps
 from vcpo_megatron.rollout.client import ServerError, ServerUnavailable
-from vcpo_megatron.rollout.fleet import Changes, Fleet, FleetOptions, Server
+from vcpo_megatron.rollout.fleet import Changes, Fleet, FleetOptions
 from vcpo_megatron.rollout.protocol import GenerateResult, SamplingParams, Span
+from vcpo_megatron.rollout.server import Server
+from vcpo_megatron.rollout.server_info import ServerInfo
 from vcpo_megatron.transport.control import ControlClient, ControlServer
 from vcpo_megatron.transport.messages import (
     BatchReady,
@@ -39,6 +41,7 @@ from vcpo_megatron.transport.messages import (
     Heartbeat,
     Hello,
     LeaveStep,
+    Loaded,
     Probe,
     ProbeResult,
     StepDone,
@@ -136,6 +139,7 @@ class FakeClient:
 
     def __init__(self, index: int = 0, *, latency_s: float = 0.002) -> None:
         self.base_url = URL
+        self.info = ServerInfo()
         self.index = index
         self.latency_s = latency_s
         self.process: FakeProcess | None = None
@@ -302,6 +306,7 @@ class FakeLearner(threading.Thread):
         self.stopped: str | None = None
         self.errors: list[str] = []
         self.at_step: Callable[[int], None] = lambda step: None
+        self.cannot_load: str | None = None
         self.error_at: int | None = None
         self.silent_at: int | None = None
         self.skips: set[int] = set()
@@ -317,6 +322,10 @@ class FakeLearner(threading.Thread):
         client = ControlClient(self._context.control)
         try:
             client.send(Hello(self._context.token, self.version, 1))
+            if self.cannot_load is not None:
+                client.send(Error("learner rank 0", self.cannot_load))
+                return
+            client.send(Loaded(self.version))
             self._weights(client)
             deadline = time.monotonic() + 60
             while self.stopped is None and not self.errors and time.monotonic() < deadline:

@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config.integrity import changed_files
 from ..config.load import ConfigError, load_resolved
 from ..config.model_families import tensors
-from ..config.run_directory import RunDirectory
+from ..config.run_directory import MANIFEST as RUN_MANIFEST
+from ..config.run_directory import RunDirectory, read_manifest
+from ..config.text import one_line
 from ..conversion.errors import ConversionError, listed
 from ..conversion.families import Family, ModelShape, open_model
 from ..conversion.hf import HFFolder
@@ -192,6 +195,7 @@ class OpenedCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path, self.hf = _locate(path)
+        _require_unchanged(self.path)
         self.files = CheckpointFiles(self.path)
         self.config = _json(self.hf / "config.json")
         self.family, self.shape = open_model(self.config)
@@ -300,6 +304,18 @@ def _require_range(tensor: Tensor, kind: torch.dtype, name: str) -> None:
     """Finite values must stay finite in another dtype."""
     if tensor.dtype != kind and not bool(tensor.to(kind).isfinite().all()):
         raise ConversionError(f"{name} overflows {str(kind).removeprefix('torch.')}")
+
+
+def _require_unchanged(path: Path) -> None:
+    """The files of a run's checkpoint are what the run wrote; ConversionError names those that are not."""
+    if not (path / RUN_MANIFEST).is_file():
+        return
+    try:
+        changed = changed_files(path, read_manifest(path).checksums)
+    except ValueError as error:
+        raise ConversionError(f"{path / RUN_MANIFEST} is damaged: {one_line(error)}") from None
+    if changed:
+        raise ConversionError(f"{path} has changed since it was written: {listed(changed)}; take another checkpoint")
 
 
 def _locate(path: Path) -> tuple[Path, Path]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from ..transport.messages import (
     Heartbeat,
     Hello,
     LeaveStep,
+    Loaded,
     Message,
     Probe,
     ProbeResult,
@@ -81,11 +83,13 @@ class Worker:
         self._sender = (
             WeightSender(config, context, self._parallel, trainable, gatherer, self._control) if sends else None
         )
+        self._stall_s = 0.0  # seconds that the last version's copy took
         self._inbox: deque[Message] = deque()
         self._heard = time.monotonic()
 
     def run(self) -> None:
         """Serve until Stop."""
+        self._say(Loaded(self._version))
         self._publish_weights()
         while True:
             self._now(f"idle at version {self._version}, waits for a batch")
@@ -118,6 +122,8 @@ class Worker:
         if result is None:
             return self._say(StepLeft(batch.step))
         self._version = result.version
+        if self._sender is not None:  # of the version that this step started from: its own is copied after StepDone
+            result = replace(result, metrics={**result.metrics, "time/sync_stall": self._stall_s})
         self._say(StepDone(result))
         self._publish_weights()
         if self._exports.is_due(self._version.number):
@@ -176,7 +182,9 @@ class Worker:
         """Copy this version's weights; the sender does the rest."""
         if self._sender is not None:
             self._now(f"copies the weights of version {self._version}")
+            started = time.monotonic()
             self._sender.publish(self._version)
+            self._stall_s = time.monotonic() - started
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the orchestrator why this rank ends."""

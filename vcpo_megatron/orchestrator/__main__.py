@@ -21,6 +21,7 @@ from ..environments.registry import make_environment
 from ..observability.sinks import JsonlSink, Sink, TensorBoardSink
 from ..rollout.client import ServerError, ServerUnavailable
 from ..rollout.fleet import Changes, FleetError
+from ..rollout.open_files import allow_connections
 from ..rollout.protocol import ProtocolError
 from ..transport.control import ControlServer
 from ..transport.messages import ControlError
@@ -32,6 +33,8 @@ from .store import StoreError
 from .tasks import RunError
 from .weight_sync import SyncError
 
+#: Characters of the last line: a message with two long paths and its remedy.
+LIMIT = 900
 #: Ends that a user can do something about: one line, no traceback.
 _EXPECTED = (
     RunError, ControlError, FleetError, SyncError, StoreError, ServerError, ServerUnavailable, ProtocolError,
@@ -68,6 +71,8 @@ def make_parts(context: ProcessContext, config: RunConfig) -> Parts:
 async def run(context: ProcessContext) -> str:
     """One run from the process's context; returns why it ended well."""
     config = context.config()
+    if (problem := allow_connections(config.rollout.fleet_size * config.rollout.max_running_requests)) is not None:
+        print(f"vcpo: warning: {problem}", flush=True)
     parts = make_parts(context, config)
     controller = Controller(context, config, parts)
     loop = asyncio.get_running_loop()
@@ -88,12 +93,12 @@ def main() -> int:
     try:
         print(asyncio.run(run(context)), flush=True)
     except (ConfigError, EnvironmentSetupError) as error:
-        return _fail(one_line(error), 2)
+        return _fail(one_line(error, LIMIT), 2)
     except _EXPECTED as error:
-        return _fail(one_line(error), 1)
+        return _fail(one_line(error, LIMIT), 1)
     except Exception as error:  # fault boundary of the process: a defect; the supervisor shows the last line
         traceback.print_exc()
-        return _fail(f"{type(error).__name__}: {one_line(error)}", 1)
+        return _fail(f"{type(error).__name__}: {one_line(error, LIMIT)}", 1)
     return 0
 
 
