@@ -19,6 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from vcpo_megatron.benchmarks import orchestrator  # noqa: E402
+from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
+from vcpo_megatron.rollout.open_files import allow_connections  # noqa: E402
 
 SHORT, LONG = 32, 512
 
@@ -32,6 +34,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     count = options.trajectories or (1000 if options.quick else 10_000)
+    if (problem := allow_connections(count)) is not None:  # the processes that are started inherit what it allows
+        print(f"{ERROR_PREFIX}{problem}", file=sys.stderr)
+        return 1
     cases = [(count // 4, SHORT), (count, SHORT), (count, LONG)]
     fewer, short, long = (orchestrator.measure_apart(max(8, n // 8 * 8), tokens) for n, tokens in cases)
     token_s, growth = orchestrator.per_token(short, long), short.seconds_each / fewer.seconds_each

@@ -26,7 +26,7 @@ SETTINGS = (
     "rollout.health_interval_s=1", "rollout.health_timeout_s=5", "rollout.sync_timeout_s=20",
 )  # fmt: skip
 #: A real server starts in a minute or two, and answers a question about its health in a second at least.
-SGLANG = ("rollout.engine=sglang", "rollout.start_timeout_s=600", "rollout.health_timeout_s=15")
+SGLANG = ("rollout.engine=sglang", "rollout.start_timeout_s=600", "rollout.health_timeout_s=8")
 
 
 def main() -> int:

@@ -39,7 +39,6 @@ def test_sglang_fuses_what_the_stream_has_one_after_the_other() -> None:
     checksums.add("model.layers.0.mlp.gate_proj.weight", gate)
     checksums.add("model.layers.0.mlp.up_proj.weight", up)
     checksums.add("model.layers.0.mlp.down_proj.weight", up.T)
-    checksums.add("model.layers.0.mlp.experts.3.down_proj.weight", up)
     assert checksums.result() == {
         "model.embed_tokens.weight": digest(torch.cat([words, torch.zeros(58, 8)])),  # 128 rows
         "model.layers.0.self_attn.qkv_proj.weight": digest(torch.cat([q, k, v])),
@@ -47,6 +46,20 @@ def test_sglang_fuses_what_the_stream_has_one_after_the_other() -> None:
         "model.layers.0.mlp.gate_up_proj.weight": digest(torch.cat([gate, up])),
         "model.layers.0.mlp.down_proj.weight": digest(up.T),
     }
+
+
+def test_sglang_stacks_the_experts_of_a_layer() -> None:
+    """w13 [E, 2 I, H] has gate above up of each expert, w2 is [E, H, I]; 6 units are 32 on CPUs."""
+    gate, up, down, zeros = *(torch.randn(3, 6, 8) for _ in range(3)), torch.zeros(3, 26, 8)
+    for moe, names in (("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2"))):
+        checksums = Checksums("sglang", model_shape(CONFIG))
+        for expert in range(3):
+            for name, tensor in zip(names, (gate, up, down.mT), strict=True):
+                checksums.add(f"model.layers.1.{moe}.experts.{expert}.{name}.weight", tensor[expert])
+        assert checksums.result() == {
+            f"model.layers.1.{moe}.experts.w13_weight": digest(torch.cat([gate, zeros, up, zeros], dim=1)),
+            f"model.layers.1.{moe}.experts.w2_weight": digest(torch.cat([down, zeros], dim=1).mT),
+        }
 
 
 def test_the_embedded_engine_shows_tied_weights_under_both_names() -> None:

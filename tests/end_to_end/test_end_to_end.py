@@ -32,6 +32,7 @@ def test_a_short_run_keeps_the_bound_and_accounts_for_every_trajectory(short_run
         assert ended + row["rollouts/queued"] == row["rollouts/generated"]
         assert 0 <= row["staleness/mean"] <= row["staleness/max"] <= 16
         assert 1 / 64 <= row["ess/ratio"] <= 1 and row["step/skipped"] == 0
+        assert 0 < row["time/sync_stall"] < 5
     assert abs(rows[0]["kl/behavior"]) < 1e-5  # on-policy: learner and server agree on every token
     assert rows[-1]["rollouts/trained"] == 24 * 64 and rows[-1]["rollouts/queued"] == 0
     assert max(row["staleness/max"] for row in rows) >= 1

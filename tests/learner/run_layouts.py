@@ -249,13 +249,13 @@ def with_foreign_norms(cases: list[tuple[RunConfig, list[Batch]]], refused: list
     import io
 
     platform.prepare()
-    from vcpo_megatron.learner import model
+    from vcpo_megatron.learner import layer_specs
     from vcpo_megatron.learner.parallel import initialize, leave_layout
     from vcpo_megatron.learner.score_gradients import UnsupportedLayer
     from vcpo_megatron.learner.step import VcpoStep
     from vcpo_megatron.learner.training import build_trainable
 
-    model.RMSNorm = ForeignNorm
+    layer_specs.RMSNorm = ForeignNorm
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         outcomes = one_step_each(cases)
@@ -270,6 +270,64 @@ def with_foreign_norms(cases: list[tuple[RunConfig, list[Batch]]], refused: list
             messages.append(str(error))
         leave_layout()
     return {"outcomes": outcomes, "said": said.getvalue(), "refusals": messages}
+
+
+def with_engine_layers(cases: list[tuple[RunConfig, list[Batch]]]) -> dict[str, Any]:
+    """``one_step_each`` with what stands for TransformerEngine's layers; what rank 0 said, and what the layers saw."""
+    import contextlib
+    import io
+
+    platform.prepare()
+    from vcpo_megatron.learner import layer_specs
+
+    from . import engine_stand_ins as stand_ins
+
+    layer_specs.engine_layers = lambda: layer_specs.EngineLayers(
+        stand_ins.ColumnLinear, stand_ins.RowLinear, stand_ins.Attention
+    )
+    outcomes, said, seen = [], [], []
+    for case in cases:
+        text = io.StringIO()
+        stand_ins.LINEARS.clear()
+        stand_ins.FORMATS.clear()
+        with contextlib.redirect_stdout(text):
+            outcomes += one_step_each([case])
+        said.append(text.getvalue())
+        seen.append((set(stand_ins.LINEARS), set(stand_ins.FORMATS)))
+    return {"outcomes": outcomes, "said": said, "seen": seen}
+
+
+def said_when_built(configs: list[RunConfig]) -> list[str]:
+    """What rank 0 prints while the step of each configuration is built."""
+    import contextlib
+    import io
+
+    platform.prepare()
+    from vcpo_megatron.learner.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.step import VcpoStep
+    from vcpo_megatron.learner.training import build_trainable
+
+    said = []
+    for config in configs:
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            parallel = initialize(config)
+            VcpoStep(config, parallel, build_trainable(config, parallel, load=True))
+        said.append(text.getvalue())
+        leave_layout()
+    return said
+
+
+def refusal_to_build(config: RunConfig) -> str:
+    """What the model says that cannot be built here."""
+    platform.prepare()
+    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.training import build_trainable
+
+    try:
+        build_trainable(config, initialize(config), load=True)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def leave_and_take_again(cases: list[tuple[RunConfig, int]], batches: list[Batch]) -> list[dict[str, Any]]:

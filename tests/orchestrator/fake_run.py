@@ -28,8 +28,10 @@ from vcpo_megatron.observability.sinks import JsonlSink
 from vcpo_megatron.orchestrator.loop import Controller, Parts
 from vcpo_megatron.orchestrator.replay import open_recorded, recorded_steps
 from vcpo_megatron.rollout.client import ServerError, ServerUnavailable
-from vcpo_megatron.rollout.fleet import Changes, Fleet, FleetOptions, Server
+from vcpo_megatron.rollout.fleet import Changes, Fleet, FleetOptions
 from vcpo_megatron.rollout.protocol import GenerateResult, SamplingParams, Span
+from vcpo_megatron.rollout.server import Server
+from vcpo_megatron.rollout.server_info import ServerInfo
 from vcpo_megatron.transport.control import ControlClient, ControlServer
 from vcpo_megatron.transport.messages import (
     BatchReady,
@@ -137,6 +139,7 @@ class FakeClient:
 
     def __init__(self, index: int = 0, *, latency_s: float = 0.002) -> None:
         self.base_url = URL
+        self.info = ServerInfo()
         self.index = index
         self.latency_s = latency_s
         self.process: FakeProcess | None = None

@@ -12,11 +12,12 @@ import pytest
 from tests.orchestrator.fake_run import URL, FakeClient, config, fake_fleet
 from vcpo_megatron.orchestrator.checksums import ChecksumBook, ChecksumError
 from vcpo_megatron.orchestrator.couriers import Couriers, GroupCourier
-from vcpo_megatron.orchestrator.tasks import run_beside
+from vcpo_megatron.orchestrator.tasks import RunError, run_beside
 from vcpo_megatron.orchestrator.weight_sync import SyncError, WeightSync
 from vcpo_megatron.orchestrator.weight_update import Updater
 from vcpo_megatron.rollout.client import ServerError
 from vcpo_megatron.rollout.fleet import Changes, Fleet
+from vcpo_megatron.rollout.server_info import ServerInfo
 from vcpo_megatron.transport.messages import (
     CloseGroups,
     GroupOpened,
@@ -161,7 +162,7 @@ def with_groups(
         for client in clients:
             client.sender = sender
         fleet = fake_fleet(config(rollout={"max_restarts": max_restarts}), Changes(), clients, Path("/nowhere"))
-        groups = GroupCourier(sender.tell, prefix="g", ranks=1, timeout_s=timeout_s)
+        groups = GroupCourier(sender.tell, prefix="g", timeout_s=timeout_s)
         sender.heard = groups.heard
         updater = Updater(Couriers(groups), "retract", ChecksumBook() if verify else None)
         sync = WeightSync(fleet, updater, wave=wave, timeout_s=timeout_s)
@@ -346,6 +347,40 @@ def test_waves_leave_the_others_serving_and_each_server_has_its_own_version() ->
     with_groups(work, servers=4, wave=2)
 
 
+def test_the_ranks_of_joined_servers_follow_one_another_in_the_group() -> None:
+    """The learner is 0; servers of 1, 4 and 2 ranks are 1, 2..5 and 6..7 of 8."""
+
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        for client, ranks in zip(clients, (1, 4, 2), strict=True):
+            client.info = ServerInfo(ranks=ranks)
+        opened: list[int] = []
+        told, sender.members["g-1"] = sender.tell, set()
+
+        async def tell(message: Any) -> None:
+            if isinstance(message, OpenGroup):
+                opened.append(message.world_size)
+            await told(message)
+
+        groups = GroupCourier(tell, prefix="g", timeout_s=2.0)
+        sender.heard = groups.heard
+        await groups.prepare(fleet.servers)
+        assert opened == [8]
+        joined = [event for client in clients for event in client.events if event.startswith("join")]
+        assert joined == ["join g-1 as 1 of 8", "join g-1 as 2 of 8", "join g-1 as 6 of 8"]
+
+    with_groups(work, servers=3)
+
+
+def test_buckets_over_http_are_not_sent_to_a_server_of_several_ranks() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        clients[1].info = ServerInfo(ranks=2)
+        sync.offer(WeightsReady(PolicyVersion(1, 0), (b"QQ==",)))
+        await asyncio.sleep(10)
+
+    with pytest.raises(RunError, match='server 1 at http://fake has 2 .* set it to "distributed" or "disk"'):
+        with_groups(work)
+
+
 def test_the_disk_path_gives_its_folders_back(tmp_path: Path) -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
         for number in range(3):
@@ -391,5 +426,11 @@ def test_servers_are_compared_with_one_another_where_the_learner_cannot_know() -
             await book.check(fleet.servers[1], "1.2", {"a": "1"})
         with pytest.raises(ChecksumError, match=r"2 of 2 .* the learner sent, first a \(checksum 1, expected 9\)"):
             await book.check(fleet.servers[1], "1.2", {"a": "9", "b": "1"})
+        for client in clients:  # hashed in another way
+            client.info, client.sums = ServerInfo(on_gpus=True), {"a": "5"}
+        await book.check(fleet.servers[0], "1.3", {"a": "1"})
+        clients[1].sums = {"a": "6"}
+        with pytest.raises(ChecksumError, match="differ from what rollout server 0 holds, first a"):
+            await book.check(fleet.servers[1], "1.3", {"a": "1"})
 
     with_groups(work)

@@ -11,8 +11,9 @@ import pytest
 from aiohttp import web
 
 from vcpo_megatron.rollout import client as client_module
-from vcpo_megatron.rollout.client import ServerClient, ServerError, ServerUnavailable, UnsupportedServer
+from vcpo_megatron.rollout.client import ServerClient, ServerError, ServerUnavailable
 from vcpo_megatron.rollout.protocol import ProtocolError, SamplingParams
+from vcpo_megatron.rollout.server_info import ServerInfo, UnsupportedServer
 
 ANSWER = {
     "output_ids": [1],
@@ -251,7 +252,7 @@ def test_a_server_without_ready_is_asked_for_its_health() -> None:
 def test_a_server_that_can_what_training_needs_is_taken() -> None:
     seen: list[str] = []
     against(old_server(set(), seen), lambda client: client.check_capabilities())
-    assert seen == ["/model_info", "/generate"]
+    assert seen == ["/model_info", "/generate", "/server_info"]
 
 
 def without(key: str) -> Any:
@@ -263,7 +264,7 @@ def without(key: str) -> Any:
     [
         (old_server(set(), [], without("weight_versions")), r"SGLang 0.4.9 at http\S+ does not .*weight_versions"),
         (old_server(set(), [], without("output_token_logprobs")), "SGLang 0.4.9 .*output_token_logprobs"),
-        (old_server({"/model_info", "/server_info", "/get_server_info"}, []), "an sglang-router in front of them"),
+        (old_server({"/model_info", "/server_info", "/get_server_info"}, []), "is no SGLang server that is known"),
     ],
 )  # fmt: skip
 def test_a_server_that_lacks_something_is_refused_by_name(handler: Handler, message: str) -> None:
@@ -274,16 +275,80 @@ def test_a_server_that_lacks_something_is_refused_by_name(handler: Handler, mess
     against(handler, scenario)
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [({}, ServerInfo(1, False)), ({"tp_size": 4, "dp_size": 1, "pp_size": 1, "device": "cuda"}, ServerInfo(4, True)),
+     ({"tp_size": 2, "device": "cpu"}, ServerInfo(2, False))],
+)  # fmt: skip
+def test_a_server_tells_its_ranks(said: dict[str, Any], expected: ServerInfo) -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.json_response(ANSWER if request.path == "/generate" else said)
+
+    async def scenario(client: ServerClient) -> ServerInfo:
+        await client.check_capabilities()
+        return client.info
+
+    assert against(handle, scenario) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [({"pp_size": 2}, "has pp_size = 2: weights are broadcast"), ({"dp_size": 2}, "has dp_size = 2: its replicas"),
+     ({"tp_size": "two"}, "says tp_size = 'two'"), ({"tp_size": 0}, "says tp_size = 0")],
+)  # fmt: skip
+def test_a_split_that_weights_do_not_reach_is_refused(said: dict[str, Any], message: str) -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.json_response(ANSWER if request.path == "/generate" else said)
+
+    async def scenario(client: ServerClient) -> None:
+        with pytest.raises(UnsupportedServer, match=message):
+            await client.check_capabilities()
+
+    against(handle, scenario)
+
+
 def test_what_another_run_left_is_undone() -> None:
     seen: list[str] = []
 
     async def handle(request: web.Request) -> web.StreamResponse:
         seen.append(request.path)
-        status = 400 if request.path == "/end_weight_update" else 200
+        status = {"/end_weight_update": 400, "/workers": 404}.get(request.path, 200)
         return web.json_response({"success": status == 200, "message": "no session is open"}, status=status)
 
     against(handle, lambda client: client.adopt())
-    assert seen == ["/end_weight_update", "/continue_generation"]
+    assert seen == ["/workers", "/end_weight_update", "/continue_generation"]
+
+
+async def router(request: web.Request) -> web.StreamResponse:
+    """What sglang-router 0.3.2 answers (measured)."""
+    workers = [{"id": "4058", "url": f"http://b:{port}", "is_healthy": True, "metadata": {}} for port in (1, 2)]
+    answers = {"/workers": {"workers": workers, "total": 2}, "/generate": ANSWER, "/get_server_info": {"workers": 2}}
+    if request.path in answers:
+        return web.json_response(answers[request.path])
+    return web.Response(status=200 if request.path == "/health" else 404)
+
+
+def test_a_router_is_refused_and_its_workers_are_named() -> None:
+    async def scenario(client: ServerClient) -> None:
+        assert await client.ready()
+        with pytest.raises(UnsupportedServer, match=r"sglang-router: .* return_routed_experts .*: http://b:1, h"):
+            await client.adopt()
+
+    against(router, scenario)
+
+
+@pytest.mark.parametrize(("status", "error"), [(404, UnsupportedServer), (503, ServerError)])
+def test_a_server_that_cannot_be_resumed_is_refused_at_once(status: int, error: type[Exception]) -> None:
+    """Not asked again until the deadline of its start, unless it is its own fault."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.json_response({}, status=status)
+
+    async def scenario(client: ServerClient) -> None:
+        with pytest.raises(error):
+            await client.adopt()
+
+    against(handle, scenario)
 
 
 def test_health_tells_the_weights_within_its_own_deadline() -> None:

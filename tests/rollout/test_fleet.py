@@ -12,9 +12,11 @@ import pytest
 
 from tests.orchestrator.fake_run import FakeClient, FakeProcess, config, fake_fleet
 from vcpo_megatron.orchestrator.tasks import run_beside
-from vcpo_megatron.rollout.client import ServerClient, ServerError, ServerUnavailable, UnsupportedServer
-from vcpo_megatron.rollout.fleet import Changes, Fleet, FleetError, FleetOptions, Server, ServerState
+from vcpo_megatron.rollout.client import ServerClient, ServerError, ServerUnavailable
+from vcpo_megatron.rollout.fleet import Changes, Fleet, FleetError, FleetOptions
 from vcpo_megatron.rollout.protocol import SamplingParams
+from vcpo_megatron.rollout.server import Server, ServerState
+from vcpo_megatron.rollout.server_info import UnsupportedServer
 from vcpo_megatron.transport.child import start_child, stop_child
 from vcpo_megatron.types import PolicyVersion
 

@@ -17,9 +17,10 @@ import pytest
 from tests.rollout.conftest import ROOT, VOCABULARY, Versions
 from vcpo_megatron.orchestrator.tasks import run_beside
 from vcpo_megatron.rollout.client import ServerClient, ServerError
-from vcpo_megatron.rollout.fleet import Changes, Fleet, FleetOptions, Server
+from vcpo_megatron.rollout.fleet import Changes, Fleet, FleetOptions
 from vcpo_megatron.rollout.lease import Lease
 from vcpo_megatron.rollout.protocol import GenerateResult, SamplingParams
+from vcpo_megatron.rollout.server import Server
 from vcpo_megatron.transport.child import start_child, stop_child
 from vcpo_megatron.types import PolicyVersion
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from safetensors.torch import load_file
 from tests.learner.families import SIZES, make_family
 from tests.rollout.conftest import Running
 from tests.rollout.test_agent_loop import EXAMPLE, Script, Server
+from vcpo_megatron.conversion.checksums import Checksums
+from vcpo_megatron.conversion.families import open_model
 from vcpo_megatron.environments.base import Observation, Outcome
 from vcpo_megatron.rollout.agent_loop import run_episode
-from vcpo_megatron.rollout.client import ServerClient, UnsupportedServer
+from vcpo_megatron.rollout.client import ServerClient
 from vcpo_megatron.rollout.embedded import model as packed_model
 from vcpo_megatron.rollout.embedded.errors import ModelError
 from vcpo_megatron.rollout.embedded.generation import Generation
@@ -26,6 +30,7 @@ from vcpo_megatron.rollout.embedded.runner import Runner
 from vcpo_megatron.rollout.embedded.weights import Parameters, named_tensors
 from vcpo_megatron.rollout.protocol import GenerateResult, ProtocolError, SamplingParams, Span
 from vcpo_megatron.rollout.routing import RoutingShape, encode
+from vcpo_megatron.rollout.server_info import UnsupportedServer
 
 pytestmark = pytest.mark.timeout(600)
 SHAPE = RoutingShape(layers=2, top_k=2, experts=4)
@@ -81,6 +86,36 @@ def test_an_engine_answers_the_experts_that_transformers_chooses(server: Running
         tokens = [*prompt, *result.output_ids]
         expected = chosen(folders["qwen3-moe"], tokens)
         assert np.array_equal(np.sort(experts, axis=-1), expected[:-1])
+
+
+def test_an_engine_answers_the_checksums_of_the_experts_that_it_was_sent(
+    server: Running, folders: dict[str, Path]
+) -> None:
+    """In the order of the learner's stream; none of the server's parameters is left out, and a change shows."""
+    family, shape = open_model(json.loads((folders["qwen3-moe"] / "config.json").read_text()))
+    held = load_file(folders["qwen3-moe"] / "model.safetensors")
+    changed = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+    async def scenario(version: str, scale: float) -> tuple[dict[str, str], dict[str, str]]:
+        names = family.outline(shape, torch.float32)
+        stream = {name: held[name] * (scale if name == changed else 1.0) for name in names}
+        expected = Checksums("sglang" if "sglang" in str(server.log) else "embedded", shape)
+        for name, tensor in stream.items():
+            expected.add(name, tensor)
+        client = ServerClient(server.url, SIZES["vocab_size"], 200.0)
+        try:
+            await client.begin_weight_update()
+            await client.update_weights_from_tensor(base64.b64encode(pickle.dumps(list(stream.items()))), version)
+            await client.end_weight_update()
+            (found,) = await client.weights_checksums()
+            return found, expected.result()
+        finally:
+            await client.close()
+
+    for version, scale in (("1", 2.0), ("0", 1.0)):
+        found, expected = asyncio.run(scenario(version, scale))
+        assert found == expected
+    assert expected["model.layers.1.mlp.experts.w2_weight" if "sglang" in str(server.log) else changed]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

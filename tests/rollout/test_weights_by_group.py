@@ -156,3 +156,34 @@ def test_a_folder_is_read_whole(use: Callable[..., Any], versions: Any) -> None:
         assert one["model.embed_tokens.weight"] != zero["model.embed_tokens.weight"]
 
     use(scenario)
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(900)
+def test_both_ranks_of_a_real_server_take_their_places_in_the_group(
+    start_sglang: Callable[..., Any], versions: Any, sender: Broadcaster
+) -> None:
+    """As of a joined server, which tells how many it has; each loads its part of what is broadcast."""
+    server = start_sglang(versions.folder, "--tensor-parallel-size", "2")
+
+    async def scenario() -> None:
+        client = ServerClient(server.url, 97, 120.0)
+        try:
+            await client.check_capabilities()
+            assert client.info.ranks == 2 and not client.info.on_gpus
+            name, tensors = next(_names), versions.tensors("1")
+            port = await asyncio.to_thread(sender.open, name, 3, nothing)
+            await client.init_weights_update_group("127.0.0.1", port, 1, 3, name, "gloo")
+            await client.pause("retract")
+            await client.begin_weight_update()
+            fill(sender, name, 0, tensors)
+            await client.update_weights_from_distributed(entries(tensors), name, "1")
+            await asyncio.to_thread(sender.finish, nothing)
+            await client.end_weight_update()
+            await client.resume()
+            assert close(await client.score(PROMPT), versions.logprobs("1", PROMPT))
+            assert len(await client.weights_checksums()) == 2
+        finally:
+            await client.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 400))

@@ -3,7 +3,7 @@
 The run itself is never ended: it must restart what died or hangs, run its requests again elsewhere, give it all
 weights, and go on. Afterwards its account is checked as ``soak`` does it, and with it the learner's own comparison of
 log-probs: a token that was recorded under a version that did not sample it would differ there (``mismatch/max``, over
-the tokens of the version before each step).
+the tokens of the version before each step). A step with such a token counts as one of a wrong version.
 
 An update is refused by closing its session under the orchestrator's feet: ``/end_weight_update`` is posted to a server
 until it answers that a session was open, so that the orchestrator's next request of that update is answered 400.
@@ -46,23 +46,25 @@ MISMATCH = 1e-3
 
 @dataclass
 class Outcome:
-    """``found``: the run's account. ``faults``: how many of each kind. ``recovery_s``: seconds from each fault until
-    all servers hold weights of the run again and ``WINDOW`` steps went at no less than a ``SLOWER``-th of the
-    undisturbed pace. ``mismatch``: the largest of the run. ``deaths`` and ``refusals``: what the orchestrator says that
-    it saw.
+    """``found``: the run's account. ``faults``: how many of each kind. ``recovery_s``: kind of each fault, and seconds
+    from it until all servers hold weights of the run again and ``WINDOW`` steps went at no less than a ``SLOWER``-th of
+    the undisturbed pace. ``mismatch``: the largest of the run over ``compared`` tokens; ``wrong_version``: steps where
+    it is beyond ``MISMATCH``. ``deaths`` and ``refusals``: what the orchestrator says that it saw.
     """
 
     found: Account
     faults: dict[str, int]
-    recovery_s: list[float]
+    recovery_s: list[tuple[str, float]]
     mismatch: float
+    compared: int
+    wrong_version: int
     deaths: int
     refusals: int
 
     @property
     def is_clean(self) -> bool:
         seen = self.deaths >= self.faults.get("killed", 0) + self.faults.get("stopped", 0)
-        return self.found.is_clean and self.mismatch <= MISMATCH and seen
+        return self.found.is_clean and self.compared > 0 and not self.wrong_version and seen
 
     def as_json(self) -> str:
         values = asdict(self)
@@ -70,38 +72,54 @@ class Outcome:
 
     def table(self) -> str:
         struck = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults.items())) or "none"
-        seconds = sorted(self.recovery_s) or [0.0]
+        kinds = sorted({kind for kind, _ in self.recovery_s})
         lines = [
             f"{self.found.steps} steps; servers: {struck}; seen: {self.deaths} deaths, {self.refusals} refusals",
-            f"recovery    {median(seconds):8.1f} s median, {seconds[-1]:.1f} s at most",
+            *(f"recovery    {_times(kind, self.recovery_s)}" for kind in kinds),
             *self.found.lines(),
-            f"mismatch    {self.mismatch:8.1e} nats at most",
+            f"wrong_version {self.wrong_version:>6}",
+            f"mismatch    {self.mismatch:8.1e} nats at most, over {self.compared} tokens",
         ]  # fmt: skip
         return "\n".join(lines)
+
+
+def _times(kind: str, recovery_s: list[tuple[str, float]]) -> str:
+    """Seconds after each fault of ``kind``, as text."""
+    seconds = [each for other, each in recovery_s if other == kind]
+    each = ", ".join(f"{value:.0f}" for value in seconds)
+    return f"{median(seconds):8.1f} s median, {max(seconds):.1f} s at most after {kind} ({each})"
+
+
+def next_kind(rng: random.Random, made: Counter[str], at_least: int, gone: float) -> str:
+    """The kind of the next fault when a share ``gone`` of the time is over: each once, then any; a refused update,
+    which costs seconds where a new server costs a minute, while fewer were made than it takes."""
+    missing = [kind for kind in FAULTS if not made[kind]]
+    if missing:
+        return missing[0]
+    return "refused" if made.total() < at_least * gone else rng.choice(FAULTS)
 
 
 def chaos(
     attempts: Attempts, rng: random.Random, *, seconds: float, at_least: int, say: Callable[[str], None]
 ) -> Outcome:
     """Strike for ``seconds``, and until ``at_least`` faults were made, each kind once at least; then stop in order."""
-    deadline, faults, recovery = time.monotonic() + seconds, Counter[str](), list[float]()
-    waiting = list(FAULTS)
+    faults, recovery = Counter[str](), list[tuple[str, float]]()
     attempts.start()
     try:
         attempts.wait_for_a_step()
+        began = time.monotonic()
         calm = [_pace(attempts)]
-        while waiting or sum(faults.values()) < at_least or time.monotonic() < deadline:
+        while len(faults) < len(FAULTS) or faults.total() < at_least or time.monotonic() < began + seconds:
             time.sleep(rng.uniform(0.0, 3.0))
-            kind = waiting[0] if waiting else rng.choice(FAULTS)
+            kind = next_kind(rng, faults, at_least, (time.monotonic() - began) / seconds if seconds else 1.0)
             if not _strike(kind, attempts, rng):
                 continue
             struck = time.monotonic()
             faults[kind] += 1
-            waiting = [other for other in waiting if other != kind]
             deaths = sum(faults[other] for other in ("killed", "stopped"))
             calm.append(_recovered(attempts, SLOWER * median(calm), deaths))
-            recovery.append(time.monotonic() - struck)
-            say(f"{kind} a server; recovered after {recovery[-1]:.1f} s, {attempts.rows()} steps")
+            recovery.append((kind, round(time.monotonic() - struck, 2)))
+            say(f"{kind} a server; recovered after {recovery[-1][1]:.1f} s, {attempts.rows()} steps")
         assert attempts.process is not None
         attempts.process.send_signal(signal.SIGTERM)
         attempts.end(expected=[128 + signal.SIGTERM])
@@ -188,12 +206,14 @@ def _refuse(server: psutil.Process) -> bool:
     return False
 
 
-def _outcome(attempts: Attempts, faults: Counter[str], recovery: list[float]) -> Outcome:
+def _outcome(attempts: Attempts, faults: Counter[str], recovery: list[tuple[str, float]]) -> Outcome:
     rows = read_rows(attempts.directory.metrics)
     said = _said(attempts)
-    mismatch = [row["mismatch/max"] for row in rows if row.get("mismatch/tokens", 0) > 0]
+    compared = [row for row in rows if row.get("mismatch/tokens", 0) > 0]
+    mismatch = [row["mismatch/max"] for row in compared]
     return Outcome(
-        found=account(attempts.directory), faults=dict(faults), recovery_s=[round(seconds, 2) for seconds in recovery],
-        mismatch=max(mismatch, default=0.0), deaths=said.count(_DIED),
+        found=account(attempts.directory), faults=dict(faults), recovery_s=recovery,
+        mismatch=max(mismatch, default=0.0), compared=sum(int(row["mismatch/tokens"]) for row in compared),
+        wrong_version=sum(not value <= MISMATCH for value in mismatch), deaths=said.count(_DIED),
         refusals=said.count(_REFUSED),
     )  # fmt: skip

@@ -34,8 +34,9 @@ from ..orchestrator.staleness import StalenessBound
 from ..orchestrator.store import ResumePlan, RolloutStore
 from ..orchestrator.tasks import cancel
 from ..rollout.client import ServerClient
-from ..rollout.fleet import Changes, Fleet, FleetOptions, Process, Server, ServerState
+from ..rollout.fleet import Changes, Fleet, FleetOptions
 from ..rollout.protocol import SamplingParams
+from ..rollout.server import Process, Server, ServerState
 from ..transport.child import start_child, stop_child
 from ..types import PolicyVersion
 from .store import one_core

@@ -12,7 +12,6 @@ import json
 import os
 import queue
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -29,15 +28,14 @@ from ..conversion.writer import FILE_BYTES, FolderWriter
 from ..orchestrator.couriers import Couriers, GroupCourier
 from ..orchestrator.weight_update import Updater, Wave
 from ..rollout.client import ServerClient
-from ..rollout.fleet import Server
 from ..rollout.protocol import SamplingParams
-from ..transport.broadcaster import Broadcaster
-from ..transport.groups import WeightGroup, find_store
+from ..rollout.server import Server
 from ..transport.messages import Message, SyncDone, WeightsReady
 from ..types import PolicyVersion
+from .bare import PATIENCE_S, BareBroadcast, Peak, bare_disk
 from .rollout import engine_server
+from .sync_costs import Rates, update_seconds
 
-PATIENCE_S = 600.0
 WAYS = ("tensor", "disk", "distributed")
 #: Name -> (hidden size, layers, units of the MLP, vocabulary); a head has 64 dimensions.
 MODELS = {
@@ -50,7 +48,8 @@ MODELS = {
 @dataclass(frozen=True)
 class Timing:
     """Medians over alternating repeats, in seconds. ``bare_s``: the same bytes, broadcast or written and nothing
-    else; ``stall_s``: what the learner waits for; ``copy_s``: a copy of the same bytes to memory that is in use."""
+    else; ``stall_s``: what the learner waits for; ``copy_s``: a copy of the same bytes to memory that is in use;
+    ``formula_s``: what ``sync_costs`` makes of the rates of the same run, for a broadcast."""
 
     way: str
     update_s: float
@@ -58,6 +57,7 @@ class Timing:
     stall_s: float
     copy_s: float
     extra_bytes: int
+    formula_s: float | None
 
     @property
     def ratio(self) -> float:
@@ -145,7 +145,7 @@ class Learner:
         context = ProcessContext(folder, 1, None, "bench", "", ())
         gatherer = WeightGatherer(trainable, parallel)
         self.sender = WeightSender(config, context, parallel, trainable, gatherer, self.control)  # type: ignore[arg-type]
-        self.shards = gatherer.shards()
+        self._gatherer, self.shards = gatherer, gatherer.shards()
         self.sizes = [
             sum(torch.Size(size).numel() * 4 for _, _, size in bucket) for bucket in self.sender._groups.plan
         ]
@@ -170,6 +170,17 @@ class Learner:
             self._copies[name].copy_(tensor)
         return time.perf_counter() - started
 
+    def fill(self) -> tuple[float, float]:
+        """Seconds to gather all tensors under their names, and to copy them to where buckets are made."""
+        gather = copy = 0.0
+        slot, last = torch.zeros(max(self.sizes), dtype=torch.uint8), time.perf_counter()
+        for _, tensor in self._gatherer.stream(lambda name: self.shards[name], None):
+            gather, last = gather + time.perf_counter() - last, time.perf_counter()
+            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+            slot[: flat.numel()].copy_(flat)
+            copy, last = copy + time.perf_counter() - last, time.perf_counter()
+        return gather, copy
+
     def close(self) -> None:
         self.sender.close()
         self._leave()
@@ -184,7 +195,7 @@ class Orchestrator:
             Server(i, ServerClient(url, vocab_size, PATIENCE_S), Path("server.log"), starts=1)
             for i, url in enumerate(urls)
         ]
-        self.groups = GroupCourier(self._tell, prefix=f"bench-{os.getpid()}", ranks=1, timeout_s=PATIENCE_S)
+        self.groups = GroupCourier(self._tell, prefix=f"bench-{os.getpid()}", timeout_s=PATIENCE_S)
         self._couriers = Couriers(self.groups)
         self.mode = mode
         self._last: WeightsReady | None = None
@@ -225,85 +236,12 @@ class Orchestrator:
             await server.client.close()
 
 
-class BareBroadcast:
-    """The same buckets from the same kind of process to one receiver, without gather, names, HTTP or model."""
-
-    def __init__(self, sizes: list[int], folder: Path) -> None:
-        self._sizes = sizes
-        self._sender = Broadcaster(max(sizes), "gloo", PATIENCE_S, folder / "bare.log")
-        port = self._sender.open("bare", 2, lambda: None)
-        self._group = WeightGroup(find_store("127.0.0.1", port, PATIENCE_S), "bare", 1, 2, "gloo", PATIENCE_S)
-        self._memory = torch.zeros(max(sizes), dtype=torch.uint8)
-
-    def run(self) -> float:
-        def receive() -> None:
-            for size in self._sizes:
-                self._group.broadcast(self._memory[:size])
-
-        started = time.perf_counter()
-        thread = threading.Thread(target=receive)
-        thread.start()
-        for number, size in enumerate(self._sizes):
-            self._sender.slot(number, lambda: None)
-            self._sender.broadcast("bare", number, size)
-        self._sender.finish(lambda: None)
-        thread.join()
-        return time.perf_counter() - started
-
-    def close(self) -> None:
-        self._sender.kill()
-
-
-def bare_disk(total: int, folder: Path) -> float:
-    """Seconds to write so many bytes, fsync them, and read them back."""
-    path, piece = folder / "bare", bytes(1 << 22)
-    started = time.perf_counter()
-    with open(path, "wb") as file:
-        for _ in range(0, total, len(piece)):
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    with open(path, "rb") as file:
-        while file.read(len(piece)):
-            pass
-    path.unlink()
-    return time.perf_counter() - started
-
-
-class Peak:
-    """Most anonymous memory that this process holds while it is entered, above what it had: bytes, sampled."""
-
-    def __init__(self) -> None:
-        self.extra = 0
-
-    def __enter__(self) -> Peak:
-        self._before, self._stop = _resident(), threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self.extra = max(self.extra, _resident() - self._before)
-
-
-def _resident() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def measure(model: Path, way: str, folder: Path, *, bucket_bytes: int, repeats: int, url: str, vocab: int) -> Timing:
     """One way, ``repeats`` times after a first one that opens groups and touches memory."""
     learner = Learner(model, folder, way, bucket_bytes)
     bare = BareBroadcast(learner.sizes, folder) if way != "disk" else None
     run_bare: Callable[[], float] = bare.run if bare is not None else lambda: bare_disk(learner.bytes, folder)
-    updates, bares, stalls, copies = [], [], [], []
+    updates, bares, stalls, copies, requests, fills = [], [], [], [], [], []
     peak = Peak()
 
     async def main() -> None:
@@ -319,6 +257,10 @@ def measure(model: Path, way: str, folder: Path, *, bucket_bytes: int, repeats: 
                 updates.append(time.perf_counter() - started)
             copies.append(learner.copy())
             bares.append(run_bare())
+            fills.append(learner.fill())
+            started = time.perf_counter()
+            await orchestrator.servers[0].client.model_info()
+            requests.append(time.perf_counter() - started)
         await orchestrator.close()
 
     try:
@@ -328,7 +270,12 @@ def measure(model: Path, way: str, folder: Path, *, bucket_bytes: int, repeats: 
         if bare is not None:
             bare.close()
     median = statistics.median
-    return Timing(way, median(updates), median(bares), median(stalls), median(copies), peak.extra)
+    gather, rename = (learner.bytes / median(column) for column in zip(*fills, strict=True))
+    copy = learner.bytes / median(copies)
+    # on CPUs a server loads a parameter by a copy of it
+    rates = Rates(gather, rename, learner.bytes / median(bares), load=copy, copy=copy, http_s=median(requests))
+    formula = update_seconds(learner.bytes, max(learner.sizes), rates) if way == "distributed" else None
+    return Timing(way, median(updates), median(bares), median(stalls), median(copies), peak.extra, formula)
 
 
 def measure_pauses(
@@ -403,12 +350,13 @@ def table(result: dict[str, Any]) -> str:
     """The figures of one model for people."""
     lines = [
         f"{result['model']}: {result['bytes'] / 1e6:.0f} MB, buckets of {result['bucket_bytes'] / 1e6:.0f} MB",
-        "  way          update s   bare s   ratio   learner waits s   copy s   ratio   extra memory MB",
+        "  way          update s   bare s   ratio   learner waits s   copy s   ratio   extra memory MB   formula s",
     ]
     for row in result["ways"]:
         lines.append(
             f"  {row['way']:<12}{row['update_s']:9.3f}{row['bare_s']:9.3f}{row['ratio']:8.2f}"
             f"{row['stall_s']:18.4f}{row['copy_s']:9.4f}{row['stall_ratio']:8.2f}{row['extra_bytes'] / 1e6:18.1f}"
+            f"{'' if row['formula_s'] is None else format(row['formula_s'], '12.3f')}"
         )
     if result["pauses"]:
         lines.append("  pause mode   server stands still s   answers end later by s")

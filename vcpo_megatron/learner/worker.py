@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -82,6 +83,7 @@ class Worker:
         self._sender = (
             WeightSender(config, context, self._parallel, trainable, gatherer, self._control) if sends else None
         )
+        self._stall_s = 0.0  # seconds that the last version's copy took
         self._inbox: deque[Message] = deque()
         self._heard = time.monotonic()
 
@@ -120,6 +122,8 @@ class Worker:
         if result is None:
             return self._say(StepLeft(batch.step))
         self._version = result.version
+        if self._sender is not None:  # of the version that this step started from: its own is copied after StepDone
+            result = replace(result, metrics={**result.metrics, "time/sync_stall": self._stall_s})
         self._say(StepDone(result))
         self._publish_weights()
         if self._exports.is_due(self._version.number):
@@ -178,7 +182,9 @@ class Worker:
         """Copy this version's weights; the sender does the rest."""
         if self._sender is not None:
             self._now(f"copies the weights of version {self._version}")
+            started = time.monotonic()
             self._sender.publish(self._version)
+            self._stall_s = time.monotonic() - started
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the orchestrator why this rank ends."""

@@ -93,6 +93,10 @@ METRICS: Mapping[str, Metric] = {
     "mismatch/tokens": Metric("trained tokens that the version before the step sampled", "tokens", "sum"),
     "kl/reference": Metric("mean over trained tokens of the estimate of KL(pi, reference)", "nats", "mean"),
     "entropy": Metric("entropy of the policy, mean over trained tokens", "nats", "mean"),
+    "experts/balance": Metric(
+        "mean over layers of E sum f_e P_e, f_e and P_e an expert's shares of tokens and of probability: 1 when even; "
+        "only with global_aux_loss", reducer="mean",
+    ),
     "staleness/mean": Metric("learner version at use - oldest version that sampled a token", "versions", "mean"),
     "staleness/p95": Metric("95th percentile of the staleness, nearest rank", "versions", "p95"),
     "staleness/max": Metric("largest staleness", "versions", "max"),
@@ -108,6 +112,7 @@ METRICS: Mapping[str, Metric] = {
     "time/wait_batch": Metric("the learner waited for a batch", "s", "sum"),
     "time/forward_backward": Metric("forward and backward of all micro-batches", "s", "sum"),
     "time/sync": Metric("weights of the last version to the servers", "s", "sum"),
+    "time/sync_stall": Metric("learner rank 0 stood still to copy the weights that this step starts from", "s"),
     "step/skipped": Metric("1 when parameters were left unchanged (non-finite step), else 0"),
 }
 

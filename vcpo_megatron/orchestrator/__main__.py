@@ -21,6 +21,7 @@ from ..environments.registry import make_environment
 from ..observability.sinks import JsonlSink, Sink, TensorBoardSink
 from ..rollout.client import ServerError, ServerUnavailable
 from ..rollout.fleet import Changes, FleetError
+from ..rollout.open_files import allow_connections
 from ..rollout.protocol import ProtocolError
 from ..transport.control import ControlServer
 from ..transport.messages import ControlError
@@ -70,6 +71,8 @@ def make_parts(context: ProcessContext, config: RunConfig) -> Parts:
 async def run(context: ProcessContext) -> str:
     """One run from the process's context; returns why it ended well."""
     config = context.config()
+    if (problem := allow_connections(config.rollout.fleet_size * config.rollout.max_running_requests)) is not None:
+        print(f"vcpo: warning: {problem}", flush=True)
     parts = make_parts(context, config)
     controller = Controller(context, config, parts)
     loop = asyncio.get_running_loop()

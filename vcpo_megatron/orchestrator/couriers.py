@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from ..rollout.fleet import Server
+from ..rollout.server import Server
 from ..transport.messages import (
     CloseGroups,
     GroupOpened,
@@ -29,7 +29,7 @@ from ..transport.messages import (
     WeightsSent,
 )
 from .failures import one_line
-from .tasks import run_all
+from .tasks import RunError, run_all
 from .weight_update import FAILURES, Courier, Wave, WaveFailed, blaming
 
 #: Seconds that a server gets to leave a group that is closed.
@@ -46,7 +46,13 @@ class TensorCourier:
     session, together = True, False
 
     async def prepare(self, servers: Sequence[Server]) -> None:
-        pass
+        """RunError for a joined server of several ranks, which only it knows of."""
+        for server in servers:
+            if (ranks := server.client.info.ranks) > 1:
+                raise RunError(
+                    f"{server.name} at {server.client.base_url} has {ranks} tensor-parallel ranks, and weights go by "
+                    'rollout.sync = "tensor" to servers of one; set it to "distributed" or "disk"'
+                )
 
     async def send(self, wave: Wave) -> dict[str, str]:
         await run_all(*(blaming(server, self._buckets(wave, server)) for server in wave.servers))
@@ -92,12 +98,12 @@ class DiskCourier:
 
 class GroupCourier:
     """``tell`` sends to the learner, whose answers come to ``heard``. ``prefix`` makes names of groups unique among
-    runs and attempts; ``ranks`` is the number of ranks of a server."""
+    runs and attempts. The ranks of a group are the learner's, then those of the first server, of the second, ..."""
 
     session, together = True, True
 
-    def __init__(self, tell: Tell, *, prefix: str, ranks: int, timeout_s: float) -> None:
-        self._tell, self._prefix, self._ranks, self._timeout_s = tell, prefix, ranks, timeout_s
+    def __init__(self, tell: Tell, *, prefix: str, timeout_s: float) -> None:
+        self._tell, self._prefix, self._timeout_s = tell, prefix, timeout_s
         self._numbers = itertools.count(1)
         self._groups: dict[tuple[tuple[int, int], ...], str] = {}
         self._members: dict[str, Sequence[Server]] = {}
@@ -125,7 +131,8 @@ class GroupCourier:
             return
         if any(known != _key(self._members[name]) for known, name in self._groups.items()):
             await self.failed("a server was restarted")
-        name, size = f"{self._prefix}-{next(self._numbers)}", 1 + len(servers) * self._ranks
+        name = f"{self._prefix}-{next(self._numbers)}"
+        *offsets, size = itertools.accumulate((server.client.info.ranks for server in servers), initial=1)
         self._members[name] = servers
         self._opened = asyncio.get_running_loop().create_future()
         await self._tell(OpenGroup(name, size))
@@ -140,10 +147,10 @@ class GroupCourier:
                 blaming(
                     server,
                     server.client.init_weights_update_group(
-                        opened.address, opened.port, 1 + i * self._ranks, size, name, opened.backend
+                        opened.address, opened.port, offset, size, name, opened.backend
                     ),
                 )
-                for i, server in enumerate(servers)
+                for server, offset in zip(servers, offsets, strict=True)
             )
         )
         self._groups[key] = name

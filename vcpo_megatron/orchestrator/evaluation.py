@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from ..config.process import WARNING_PREFIX
 from ..environments.base import Environment, Example
 from ..rollout.agent_loop import run_episode
-from ..rollout.fleet import Fleet, Server
+from ..rollout.fleet import Fleet
+from ..rollout.server import Server
 from .failures import one_line
 from .generation import SamplingRules
 from .rows import MetricsLog

@@ -32,8 +32,9 @@ from dataclasses import dataclass
 from ..environments.base import Environment, Example
 from ..rollout.agent_loop import EpisodeError, Generate, run_episode
 from ..rollout.client import ServerError, ServerUnavailable
-from ..rollout.fleet import Fleet, Server
+from ..rollout.fleet import Fleet
 from ..rollout.protocol import GenerateResult, ProtocolError, SamplingParams
+from ..rollout.server import Server
 from ..transport.messages import WeightsReady
 from ..types import Batch, Group, StepResult, Trajectory
 from .evaluation import EVALUATION_GROUP, mean_reward

@@ -103,7 +103,7 @@ class Controller:
             on_sender=lambda message: self._groups.heard(message), needs_weights=parts.fleet is not None,
         )  # fmt: skip
         self._groups = GroupCourier(
-            self._link.tell, prefix=f"vcpo-{context.token[:8]}-{context.attempt}", ranks=config.rollout.tensor_parallel,
+            self._link.tell, prefix=f"vcpo-{context.token[:8]}-{context.attempt}",
             timeout_s=config.rollout.sync_timeout_s,
         )  # fmt: skip
         self._take_weights: Callable[[WeightsReady], None] | None = None

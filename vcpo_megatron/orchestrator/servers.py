@@ -13,8 +13,9 @@ from ..config.model_folder import read_model
 from ..config.models import RunConfig
 from ..config.process import ProcessContext
 from ..rollout.client import ServerClient
-from ..rollout.fleet import Changes, Fleet, FleetOptions, Process, Server
+from ..rollout.fleet import Changes, Fleet, FleetOptions
 from ..rollout.routing import RoutingShape
+from ..rollout.server import Process, Server
 from ..rollout.sglang import SglangServer
 from ..transport.child import start_child, stop_child
 

@@ -27,7 +27,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from ..rollout.client import ServerUnavailable
-from ..rollout.fleet import Fleet, Server
+from ..rollout.fleet import Fleet
+from ..rollout.server import Server
 from ..transport.messages import WeightsReady
 from ..types import PolicyVersion
 from .tasks import cancel

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..rollout.client import ServerError, ServerUnavailable
-from ..rollout.fleet import Server
 from ..rollout.protocol import PauseMode, ProtocolError
+from ..rollout.server import Server
 from ..transport.messages import WeightsReady
 from .checksums import ChecksumBook, ChecksumError
 from .tasks import run_all

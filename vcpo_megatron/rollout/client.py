@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 
@@ -24,6 +24,7 @@ from . import protocol
 from .back_off import BackOff
 from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
 from .routing import RoutingShape
+from .server_info import ServerInfo, UnsupportedServer
 
 #: Establishing a TCP connection is quick or hopeless; it does not get the whole request timeout.
 CONNECT_TIMEOUT_S = 10.0
@@ -50,15 +51,12 @@ class ServerUnavailable(RuntimeError):
         self.url, self.endpoint, self.reason = url, endpoint, reason
 
 
-class UnsupportedServer(RuntimeError):
-    """The server answers, but cannot do what training needs; one line for the user."""
-
-
 class ServerClient:
     """Client of the server at ``base_url``. ``timeout_s`` bounds every single request.
 
     ``cache_key`` names the weights that the server holds: what its cache has read under another name is not used.
-    ``routing`` is that of a model whose routed experts are asked for with every answer.
+    ``routing`` is that of a model whose routed experts are asked for with every answer. ``info`` is what the server
+    tells of itself, known once its capabilities were checked.
 
     Requests raise ServerError (refused), ServerUnavailable (no answer) or ProtocolError (an id
     outside [0, vocab_size), or an answer that does not follow the protocol).
@@ -70,6 +68,7 @@ class ServerClient:
         self.timeout_s = timeout_s
         self.routing = routing
         self.cache_key: str | None = None
+        self.info = ServerInfo()
         #: Whether the server brackets updates by begin and end; servers before SGLang 0.5.21 do not.
         self._brackets = True
         self._session: aiohttp.ClientSession | None = None
@@ -230,13 +229,39 @@ class ServerClient:
         return str((await self.model_info()).get("weight_version"))
 
     async def adopt(self) -> None:
-        """Undo what another run may have left: an update that it did not end, a pause."""
+        """Undo what another run may have left: an update that it did not end, a pause. UnsupportedServer for what
+        cannot be paused and updated, an sglang-router among them."""
+        await self._refuse_router()
         with contextlib.suppress(ServerError):  # it says that there is none
             await self.end_weight_update()
-        await self.resume()
+        try:
+            await self.resume()
+        except ServerError as error:
+            await self._refuse(error)
+
+    async def _refuse_router(self) -> None:
+        """What an sglang-router (0.3.2) keeps from its workers: docs/rollout_servers.md."""
+        try:
+            reply = await self._request("GET", protocol.WORKERS, None, STATUS_TIMEOUT_S)
+        except ServerError:  # SGLang does not know it
+            return
+        if isinstance(reply, dict) and isinstance(workers := reply.get("workers"), list):
+            urls = [str(worker["url"]) for worker in workers if isinstance(worker, dict) and "url" in worker]
+            raise UnsupportedServer(
+                f"{self.base_url} is an sglang-router: it passes on no pause and no weights, sends requests to workers "
+                "that miss an update, and drops return_routed_experts and return_sampling_mask; set rollout.addresses "
+                f"to its workers: {', '.join(urls) or 'it has none now'}"
+            )
+
+    async def _refuse(self, error: ServerError) -> NoReturn:
+        """A refusal is for good, unless the server has a fault of its own."""
+        if error.status >= 500:
+            raise error
+        raise UnsupportedServer(f"{await self._described()} refuses what training needs: {error}") from error
 
     async def check_capabilities(self) -> None:
-        """Sample one token, and look whether its answer has all that training needs; UnsupportedServer otherwise.
+        """Sample one token, and look whether its answer has all that training needs, and at how the server is split;
+        UnsupportedServer when it is not taken.
 
         ServerUnavailable is passed on as False is by ``ready``: the caller asks again.
         """
@@ -245,28 +270,30 @@ class ServerClient:
             await self.model_info()
             await self.generate([0], one, f"vcpo-probe-{secrets.token_hex(8)}")
         except ServerError as error:
-            if error.status >= 500:
-                raise
-            raise UnsupportedServer(f"{await self._described()} refuses what training needs: {error}") from error
+            await self._refuse(error)
         except ProtocolError as error:
             raise UnsupportedServer(
                 f"{await self._described()} does not answer what training needs (tested with SGLang "
                 f"{TESTED_SGLANG}): {error}"
             ) from error
+        self.info = ServerInfo.parse(await self._server_info(), f"the server at {self.base_url}")
 
-    async def _described(self) -> str:
-        """What is known of the server, for a refusal."""
+    async def _server_info(self) -> dict[str, Any]:
+        """What the server tells of itself; nothing where it does not."""
         for endpoint in (protocol.SERVER_INFO, "/get_server_info"):
             try:
                 reply = await self._request("GET", endpoint, None, STATUS_TIMEOUT_S)
             except (ServerError, ServerUnavailable):
                 continue
-            if isinstance(reply, dict) and "version" in reply:
-                return f"SGLang {reply['version']} at {self.base_url}"
-        return (
-            f"the server at {self.base_url} is no SGLang server that is known here (an sglang-router in front of them? "
-            "name its workers in rollout.addresses: it sends requests to workers that miss an update); it"
-        )
+            if isinstance(reply, dict):
+                return reply
+        return {}
+
+    async def _described(self) -> str:
+        """What is known of the server, for a refusal."""
+        if "version" in (reply := await self._server_info()):
+            return f"SGLang {reply['version']} at {self.base_url}"
+        return f"the server at {self.base_url} is no SGLang server that is known here; it"
 
     async def close(self) -> None:
         if self._session is not None:

@@ -11,7 +11,8 @@ from .client import ServerError, ServerUnavailable
 from .protocol import GENERATE, GenerateResult, SamplingParams
 
 if TYPE_CHECKING:
-    from .fleet import Fleet, Server
+    from .fleet import Fleet
+    from .server import Server
 
 #: How often a request is sent again to a server whose process lives but that does not answer it.
 _RETRIES = 2

@@ -36,6 +36,7 @@ MODEL_INFO = "/model_info"
 SERVER_INFO = "/server_info"
 HEALTH = "/health"
 READY = "/ready"
+WORKERS = "/workers"  # an sglang-router's alone
 
 PauseMode = Literal["abort", "retract", "in_place"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
