@@ -631,7 +631,7 @@ def test_a_user_goes_back_to_an_older_checkpoint(tmp_path: Path) -> None:
     with started(tmp_path, resume=True, from_step=2, **roles) as run:
         code, out, _ = run.wait()
     assert code == 0 and (tmp_path / "told").read_text() == "2"
-    assert "newer checkpoints move to checkpoints/abandoned/attempt_1 when the run goes on: step_4, step_6" in out
+    assert "newer checkpoints move to checkpoints/abandoned/attempt_2 when the run goes on: step_4, step_6" in out
     assert RunDirectory(tmp_path).complete_steps() == [2, 4, 6]  # which these stand-ins never say
 
 

@@ -93,7 +93,7 @@ def test_a_failing_trajectory_is_counted_and_ends_its_group_only(tmp_path: Path)
 
 def test_nothing_but_failures_ends_the_run_with_the_commonest(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, config(train={"steps": 500}), environment=FakeEnvironment(fails=lambda example: True))
-    with pytest.raises(RunError, match="the first 20 groups of this attempt have all failed: .*the judge is down"):
+    with pytest.raises(RunError, match="^20 groups in a row, in order of admission, have failed.*the judge is down"):
         run.run()
 
 

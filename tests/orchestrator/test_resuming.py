@@ -11,9 +11,10 @@ import pytest
 
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
 from vcpo_megatron.config.run_directory import RunDirectory
-from vcpo_megatron.orchestrator.store import StoreError
+from vcpo_megatron.orchestrator.store import RolloutStore, StoreError
 from vcpo_megatron.orchestrator.tasks import RunError
 from vcpo_megatron.transport.messages import ControlError
+from vcpo_megatron.types import PolicyVersion
 
 pytestmark = pytest.mark.timeout(120)
 CONFIG = {"checkpoint": {"every": 2}, "train": {"steps": 6}}
@@ -58,6 +59,8 @@ def edit(run_dir: Path, statement: str) -> None:
 def test_a_refused_resume_leaves_the_run_as_it_was(why: str, tmp_path: Path) -> None:
     finished_run(tmp_path)
     store = tmp_path / "rollouts.sqlite"
+    with RolloutStore(store) as open_store:  # a group in flight, as a crash leaves it
+        open_store.admit(1000, "in flight", 1000, 1, PolicyVersion(1, 6))
     again = FakeRun(tmp_path, config(**CONFIG), attempt=2, resume_step=2)
     kind: type[Exception] = StoreError
     match why:

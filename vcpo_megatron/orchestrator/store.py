@@ -348,19 +348,6 @@ class RolloutStore(StoreReader):
                 found[row["sample_index"]] = from_text(row["answers"])
         return found
 
-    def check_not_older(self, step: int, state: Mapping[str, Any] | None) -> None:
-        """StoreError when the file is older than the checkpoint of ``step`` with ``state``."""
-        here = self.state()
-        expected = {"position": step, **(state or {})}
-        if expected["position"] != step:
-            raise StoreError(f"the checkpoint of step {step} holds the store's state of step {expected['position']}")
-        for name in ("position", "next_group_id", "next_cursor"):
-            if here[name] < expected.get(name, 0):
-                raise StoreError(
-                    f"{self._path} is older than the checkpoint of step {step} ({name} is {here[name]}, not at least "
-                    f"{expected[name]}); put back the file that belongs to it, or resume from an earlier checkpoint"
-                )
-
     # --- internals ----------------------------------------------------------------------------
 
     def _group(self, group_id: int) -> Any:
