@@ -155,6 +155,7 @@ def test_multi_head_attention_where_key_heads_are_not_given():
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"num_key_value_heads": 4}, "num_attention_heads = 14 is not a multiple of num_key_value_heads = 4"),
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 is more than any model has"),
         ({"vocab_size": "many"}, "vocab_size = 'many' is not a positive integer"),
         ({"rope_theta": 0}, "rope_theta = 0 is not a positive number"),
         ({"architectures": ["LlamaForCausalLM"], "attention_bias": True}, "attention_bias = True"),
@@ -210,6 +211,7 @@ def test_experts() -> None:
     [
         ({"num_experts_per_tok": 200}, "num_experts_per_tok = 200 exceeds num_experts = 128"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok = 1 with normalised"),
+        ({"num_experts": 10**9}, "num_experts = 1000000000 is more than any model has"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size = 0 is not a positive integer"),
         ({"use_sliding_window": True}, "active sliding window"),
     ],

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+#: Keys whose layers or experts are gone through one by one, and a number that no model comes near to.
+_COUNTED = dict.fromkeys(("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts"), 10_000)
+
 
 def positive(values: Mapping[str, Any], key: str, problems: list[str]) -> int:
     """The positive integer ``key``; 1, and a line in ``problems``, when it is none."""
     value = values.get(key)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
+        if value <= _COUNTED.get(key, value):
+            return value
+        problems.append(f"{key} = {value} is more than any model has")
+        return 1
     problems.append(f"{key} is missing" if value is None else f"{key} = {value!r} is not a positive integer")
     return 1  # only so that the remaining checks can run
 
