@@ -17,13 +17,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vcpo_megatron.benchmarks import soak, staleness  # noqa: E402
+from vcpo_megatron.benchmarks import attacks, soak, staleness  # noqa: E402
 from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
 
-EXAMPLE = ROOT / "examples" / "modular_sum_cpu" / "run.toml"
 SETTINGS = ("train.steps=1000000", "optimizer.schedule=constant", "checkpoint.every=0",
             "observability.tensorboard=false", "launch.learner_ranks=1", "parallel.tensor=1")  # fmt: skip
 
@@ -35,7 +33,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="of training, each run (default: 120, quick: 8)")
     parser.add_argument("--seeds", type=int, help="runs of each kind (default: 2, quick: 1)")
     parser.add_argument("--quick", action="store_true", help="one short run of each: ends within a minute")
-    parser.add_argument("--config", type=Path, default=EXAMPLE, metavar="RUN.toml", help="default: the shipped example")
+    example = {"type": Path, "default": attacks.EXAMPLE, "metavar": "RUN.toml"}
+    parser.add_argument("--config", **example, help="default: the shipped example")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=v", dest="settings", help="override a key")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
@@ -46,7 +45,7 @@ def main() -> int:
         try:
             found = staleness.compare(
                 seconds, seeds, options.config, Path(folder), [*SETTINGS, *options.settings],
-                say=lambda line: print(line, file=sys.stderr, flush=True),
+                say=attacks.say,
             )  # fmt: skip
         except soak.SoakError as error:
             print(f"{ERROR_PREFIX}{error}", file=sys.stderr)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Time and memory of one learner step: plain, the four ways to VCPO's baseline, and the reference's way.
 
-    tools/bench_step.py --quick                       a small model, within a minute
-    tools/bench_step.py --model 60M --median 512      the whole comparison
-    tools/bench_step.py --model 10M 60M --curve 64,256,1024,4096      one group a step, over answer lengths
-    tools/bench_step.py --rewards binary              answers are right or wrong: few rewards for many trajectories
-    tools/bench_step.py --json                        one JSON object
+    tools/bench_step.py --quick                                     a small model, within a minute
+    tools/bench_step.py --model 60M --median 64 512                 8 groups of 8, every way, three rounds
+    tools/bench_step.py --model 10M 60M --curve                     over answer lengths, about 4,096 tokens a step
+    tools/bench_step.py --curve 64,1024 --ways deferred --rounds 5  parts of it
+    tools/bench_step.py --rewards binary                            right or wrong: few rewards for many trajectories
+    tools/bench_step.py --json                                      one JSON object; progress goes to stderr
 
 Every contender steps in turn (A B C, A B C); ratios are medians of ratios inside a round; on CPUs seconds are
 processor time. "floor" is what a way takes at least beyond a plain step: its FLOPs and bytes at the rates of products
@@ -22,23 +23,37 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vcpo_megatron.benchmarks.step import CONTENDERS, SHAPES, Bench, Comparison, Work, join_world_of_one, prepare, table
+from vcpo_megatron.benchmarks.step import (
+    CONTENDERS,
+    SHAPES,
+    Bench,
+    Comparison,
+    Work,
+    curves,
+    join_world_of_one,
+    prepare,
+    table,
+)
 
-#: Tokens of a step of the curve, roughly; at least two trajectories.
+#: Answer tokens of a step of the curve, roughly: groups of at most 8, and at least two trajectories.
 CURVE_TOKENS = 4096
+CURVE = "64,128,256,512,1024,2048,4096"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(SHAPES), default=["10M"], nargs="+", help="one after another")
-    parser.add_argument("--median", type=int, default=512, help="median answer length")
+    parser.add_argument("--median", type=int, default=[512], nargs="+", help="median answer lengths")
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--rewards", choices=("distinct", "binary"), default="distinct")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pack-tokens", type=int, default=4096)
     parser.add_argument("--ways", default=",".join(CONTENDERS), help="contenders; plain is always one")
-    parser.add_argument("--curve", default="", metavar="LENGTHS", help="median lengths, one group a step each")
+    parser.add_argument(
+        "--curve", default="", nargs="?", const=CURVE, metavar="LENGTHS",
+        help=f"in place of --median and groups: the same number of tokens at every median length; default {CURVE}",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="1M model, 2 groups of 4, median 64, 2 rounds")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
@@ -51,10 +66,10 @@ def works(arguments: argparse.Namespace) -> list[Work]:
     """What is to be measured, in order."""
     if arguments.quick:
         return [Work("1M", 64, 2, 4, rewards=arguments.rewards)]
-    cases = [(arguments.median, arguments.groups, arguments.group_size)]
+    cases = [(median, arguments.groups, arguments.group_size) for median in arguments.median]
     if arguments.curve:
         lengths = [int(length) for length in arguments.curve.split(",")]
-        cases = [(length, 1, max(2, min(8, CURVE_TOKENS // length))) for length in lengths]
+        cases = [(n, max(1, CURVE_TOKENS // (8 * n)), max(2, min(8, CURVE_TOKENS // n))) for n in lengths]
     return [
         Work(model, *case, arguments.pack_tokens, rewards=arguments.rewards)
         for model in arguments.model for case in cases
@@ -71,12 +86,14 @@ def main(argv: list[str]) -> int:
         join_world_of_one()
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder), work, ways)
-            say = (lambda line: None) if arguments.json else (lambda line: print(line, flush=True))
-            results.append(bench.compare(rounds, say))
+            file = sys.stderr if arguments.json else sys.stdout
+            results.append(bench.compare(rounds, lambda line, file=file: print(line, file=file, flush=True)))
             bench.close()
         if not arguments.json:
             print(table(results[-1]), flush=True)
-    if arguments.json:
+    if not arguments.json:
+        print(curves(results), end="")
+    else:
         print(json.dumps({"results": [result.as_json() for result in results]}))
     return 0
 

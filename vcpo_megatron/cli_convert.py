@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .cli_parts import DONE, FAILED, Command, add_command, refuse
+from .cli_parts import DONE, FAILED, INTERRUPTED, Command, add_command, refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +66,7 @@ def _add_export(actions: Any) -> None:
     parser.add_argument("out", type=Path, metavar="HF_OUT", help="folder to write; must not exist")
     parser.add_argument("--dtype", choices=_DTYPES, help="default: that of the checkpoint")
     parser.add_argument(
-        "--max-shard-gb", type=float, default=5.0, metavar="GB", help="size of one file (default: %(default)s)"
+        "--max-shard-gb", type=_gigabytes, default=5.0, metavar="GB", help="size of one file (default: %(default)s)"
     )
     _add_quiet(parser)
 
@@ -86,7 +87,7 @@ def _add_verify(actions: Any) -> None:
     parser.add_argument("--cast", action="store_true", help="compare different dtypes in the narrower one")
     parser.add_argument("--logprobs", action="store_true", help="compare log-probs too (loads both models whole)")
     parser.add_argument("--prompts", type=Path, metavar="JSONL", help='lines {"text": ...} or {"tokens": [...]}')
-    parser.add_argument("--tolerance", type=float, metavar="X", help="largest difference of a log-prob")
+    parser.add_argument("--tolerance", type=_tolerance, metavar="X", help="largest difference of a log-prob")
 
 
 def _add_quiet(parser: argparse.ArgumentParser) -> None:
@@ -99,16 +100,46 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _gigabytes(text: str) -> float:
+    value = _number(text)
+    if not 1 <= value * 1e9 < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number above 0")
+    return value
+
+
+def _tolerance(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance; give 0 or more")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+
+
 def _guarded(run: Command) -> Command:
-    """``run`` with the errors a user can cause as one line and exit code 1."""
+    """``run`` with the errors a user can cause as one line and exit code 1, and Ctrl-C as one line and 130."""
 
     def guarded(args: argparse.Namespace) -> int:
-        from .conversion.errors import ConversionError
-
         try:
-            return run(args)
-        except ConversionError as error:
-            return refuse([str(error)], FAILED)
+            from .conversion.errors import ConversionError
+
+            try:
+                return run(args)
+            except ConversionError as error:
+                return refuse([str(error)], FAILED)
+            except OSError as error:
+                if error.filename is None:  # standard output's
+                    raise
+                return refuse([f"{error.filename}: {error.strerror}"], FAILED)
+        except KeyboardInterrupt:
+            out: Path | None = getattr(args, "out", None)
+            resumes = "; the same command goes on where the work was last recorded" if out is not None else ""
+            return refuse([f"interrupted{resumes}"], INTERRUPTED)
 
     return guarded
 
@@ -140,6 +171,8 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    if unused := _unused_options(args):
+        return refuse([unused])
     from .conversion.verify import compare
 
     sides = [_side(name) for name in (args.a, args.b)]
@@ -153,6 +186,18 @@ def _verify(args: argparse.Namespace) -> int:
     if servers or args.logprobs:
         return _verify_logprobs(args, sides)
     return DONE
+
+
+def _unused_options(args: argparse.Namespace) -> str:
+    """An option that nothing would come of; "" when there is none."""
+    servers = [name for name in (args.a, args.b) if _is_server(name)]
+    if args.cast and servers:
+        return f"--cast compares tensors, which {servers[0]} does not show: leave it out"
+    if not servers and not args.logprobs:
+        for option, value in (("--prompts", args.prompts), ("--tolerance", args.tolerance)):
+            if value is not None:
+                return f"{option} is about log-probs: give --logprobs too"
+    return ""
 
 
 def _is_server(name: str) -> bool:
@@ -181,12 +226,15 @@ def _verify_logprobs(args: argparse.Namespace, sides: Sequence[Any]) -> int:
     if local is None:
         raise ConversionError("one of A and B must be a folder or a checkpoint, which says what the vocabulary is")
     side = sides[local]
-    vocab_size = open_model(side.config)[1].vocab_size
+    shape = open_model(side.config)[1]
     folder = side.hf if isinstance(side, OpenedCheckpoint) else Path((args.a, args.b)[local])
-    prompts = read_prompts(args.prompts, folder, vocab_size)
-    kind = side.config.get("dtype") or side.config.get("torch_dtype") or "float32"
-    tolerance = args.tolerance if args.tolerance is not None else TOLERANCES.get(kind, 1e-3)
-    scored = [_logprobs(name, prompts, vocab_size) for name in (args.a, args.b)]
+    prompts = read_prompts(args.prompts, folder, shape.vocab_size, shape.max_position_embeddings)
+    tolerance = args.tolerance
+    if tolerance is None:
+        tolerance = max(TOLERANCES[side.computes_in] for side in sides if side is not None)
+    # Checkpoints last: preparing this process for Megatron replaces functions of torch that transformers builds on.
+    order = sorted((0, 1), key=lambda number: isinstance(sides[number], OpenedCheckpoint))
+    scored = {number: _logprobs((args.a, args.b)[number], prompts, shape.vocab_size) for number in order}
     found = compare_logprobs(scored[0], scored[1], tolerance)
     if isinstance(found, str):
         print(f"A and B differ: {found}")

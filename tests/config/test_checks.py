@@ -10,6 +10,7 @@ import pytest
 
 from tests.config.test_model_shape import DEEPSEEK_V3
 from vcpo_megatron.config.checks import problems
+from vcpo_megatron.config.fused_kernels import InstalledKernels
 from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.config.servers import installed_sglang
 
@@ -80,6 +81,7 @@ BAD = [
     ([("launch.learner_ranks", 5)], "train.groups_per_step = 4", "fewer than the 5 data-parallel replicas"),
     ([("parallel.tensor", 2), ("launch.learner_ranks", 2), ("model.vocab_multiple", 3)],
      "model.vocab_multiple = 3", "not divisible by parallel.tensor = 2"),
+    ([("model.vocab_multiple", 1025)], "model.vocab_multiple = 1025", "give at most 1024"),
     ([("parallel.tensor", 4), ("launch.learner_ranks", 4)], "parallel.tensor = 4", "does not divide the 2 key-value"),
     ([("parallel.pipeline", 4), ("launch.learner_ranks", 4)], "parallel.pipeline = 4", "does not divide the 2 layers"),
     ([("algorithm.is_level", "none")], 'algorithm.is_level = "none"', "allow_uncorrected = true"),
@@ -181,6 +183,21 @@ def test_splits_of_experts(
     assert not [problem for problem in problems(make(model, *sound)) if not problem.startswith("model.path")]
 
 
+def test_the_balance_of_experts_needs_routers_with_a_softmax(
+    make: Callable[..., RunConfig], make_model: Callable[..., Path]
+) -> None:
+    def told(*changes: tuple[str, Any]) -> list[str]:
+        return [line for line in problems(make(("algorithm.global_aux_loss", 0.01), *changes)) if "aux_loss" in line]
+
+    (dense,) = told()
+    assert dense.startswith("algorithm.global_aux_loss = 0.01: ") and "has no routers with a softmax; use 0" in dense
+    model = ("model.path", make_model(**EXPERTS))
+    assert told(model) == []
+    assert told(model, ("rollout.routing_replay", True)) == [
+        "algorithm.global_aux_loss = 0.01: not tested with rollout.routing_replay = true; use 0"
+    ]
+
+
 def test_routing_replay_needs_experts_and_a_record(
     make: Callable[..., RunConfig], make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -190,6 +207,41 @@ def test_routing_replay_needs_experts_and_a_record(
     found = problems(make(model, on, ("rollout.engine", "replay"), ("rollout.replay", tmp_path)))
     (problem,) = [problem for problem in found if problem.startswith("rollout.")]
     assert problem.startswith('rollout.routing_replay = true: rollout.engine = "replay" has no record of experts')
+
+
+ATTENTION, MATRICES = ((f"model.{key}", "transformer_engine") for key in ("core_attention", "transformer_impl"))
+TWO_RANKS, LOW = ("launch.learner_ranks", 2), ("model.dtype", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "installed", "expected"),
+    [
+        ([ATTENTION, MATRICES, LOW], {}, True, []),
+        ([ATTENTION, LOW, TWO_RANKS, ("parallel.tensor", 2)], {}, True, []),
+        ([ATTENTION, LOW], {}, False, ["core_attention TransformerEngine's part for PyTorch is not installed"]),
+        ([MATRICES, LOW], {}, False, ["transformer_impl TransformerEngine's part for PyTorch is not installed"]),
+        ([ATTENTION], {}, True, ["core_attention takes packs in 16 bits"]),
+        ([ATTENTION, LOW, TWO_RANKS, ("parallel.context", 2)], {}, True,
+         ["core_attention not checked with parallel.context = 2"]),
+        ([MATRICES, LOW, TWO_RANKS, ("parallel.tensor", 2)], {}, True,
+         ["transformer_impl not checked with parallel.tensor = 2"]),
+        ([MATRICES, LOW], EXPERTS, True, ["transformer_impl not checked with the experts of"]),
+        ([ATTENTION, LOW], EXPERTS, True, []),
+        ([ATTENTION, LOW], {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}, True,
+         ["core_attention not checked with the sliding windows of"]),
+    ],
+)  # fmt: skip
+def test_transformer_engine_is_refused_by_name(
+    make: Callable[..., RunConfig], make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,
+    changes: list[tuple[str, Any]], model: dict[str, Any], installed: bool, expected: list[str],
+) -> None:  # fmt: skip
+    found = InstalledKernels(transformer_engine=installed)
+    monkeypatch.setattr("vcpo_megatron.config.engine_layers.find_kernels", lambda: found)
+    lines = problems(make(*changes, ("model.path", make_model(**model))))
+    told = [line for line in lines if '= "transformer_engine": ' in line]
+    for line, part in zip(told, expected, strict=True):
+        key, text = part.split(" ", 1)
+        assert line.startswith(f'model.{key} = "transformer_engine": {text}')
 
 
 @pytest.mark.parametrize(("engine", "refused"), [("sglang", 1), ("embedded", 0)])

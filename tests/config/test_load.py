@@ -248,3 +248,9 @@ def test_overrides_on_a_loaded_config(file: Path) -> None:
 def test_a_byte_order_mark_at_the_start_of_the_file_is_no_text(file: Path) -> None:
     file.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
     assert load_config(file).train.steps == 3
+
+
+def test_a_broken_copy_of_a_run_names_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "resolved.toml").write_text("[model\n")
+    with pytest.raises(ConfigError, match="undo the change, or put the configuration that the run was started with in"):
+        load_resolved(tmp_path / "resolved.toml")

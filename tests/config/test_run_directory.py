@@ -72,7 +72,8 @@ def test_a_damaged_checkpoint_does_not_count(directory: RunDirectory) -> None:
 def test_manifest_comes_back_as_it_was_given(directory: RunDirectory) -> None:
     save(directory, 4)
     directory.complete(4, manifest(4))
-    assert directory.manifest(4) == manifest(4).model_copy(update={"files": {"data": 7}})
+    crc = 0x1574C41E  # of b"tensors", by the crc32 of gzip
+    assert directory.manifest(4) == manifest(4).model_copy(update={"files": {"data": 7}, "checksums": {"data": crc}})
     assert json.loads((directory.checkpoint(4) / MANIFEST).read_text())["version_number"] == 4
     save(directory, 5)
     with pytest.raises(FileNotFoundError):
@@ -190,8 +191,38 @@ def test_a_future_that_was_left_is_moved_away(directory: RunDirectory) -> None:
         save(directory, step)
         directory.complete(step, manifest(step))
     save(directory, 35)
-    assert directory.abandon_after(10, attempt=3) == [20, 30, 35]
+    assert directory.newer_than(10) == [20, 30]
+    assert directory.abandon_after(10, attempt=3) == [20, 30]
+    assert directory.checkpoint(35).is_dir()  # an interrupted save: the next one of step 35 replaces it
     assert directory.complete_steps() == [10]
     assert (directory.checkpoints / "latest").read_text() == "step_10\n"
     assert (directory.checkpoints / "abandoned" / "attempt_3" / "step_30" / "data").read_text() == "tensors"
     assert directory.abandon_after(10, attempt=4) == []
+
+
+def test_abandoned_checkpoints_and_exports_are_pruned_by_attempt(directory: RunDirectory) -> None:
+    for attempt, steps in ((2, (20, 30)), (3, (20, 100)), (10, (20,))):
+        for step in (10, *steps):
+            if not directory.checkpoint(step).exists():
+                save(directory, step)
+                directory.complete(step, manifest(step))
+        for step in steps:
+            directory.export(step).mkdir(parents=True)
+        directory.abandon_after(10, attempt)
+    directory.prune(3)
+    for parent in (directory.checkpoints, directory.exports):
+        left = sorted(str(path.relative_to(parent / "abandoned")) for path in parent.glob("abandoned/*/*"))
+        assert left == ["attempt_10/step_20", "attempt_3/step_100", "attempt_3/step_20"]
+    assert directory.complete_steps() == [10]
+
+
+def test_a_manifest_that_has_changed_counts_as_damaged(directory: RunDirectory) -> None:
+    save(directory, 1)
+    directory.complete(1, manifest(1))
+    path = directory.checkpoint(1) / MANIFEST
+    text = path.read_text()
+    path.write_text(text.replace('"cursor": 7', '"cursor": 8'))
+    assert directory.damaged() == {1: "manifest.json cannot be read: its checksum does not match"}
+    assert directory.complete_steps() == []
+    path.write_text(manifest(1).model_dump_json())  # as an earlier version wrote it
+    assert directory.complete_steps() == [1] and directory.manifest(1).checksums == {}

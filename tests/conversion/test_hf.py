@@ -92,6 +92,18 @@ def test_index_and_files_disagree(folder):
     refused(folder, "no weight_map")
 
 
+@pytest.mark.parametrize("file", [5, None, ["one.safetensors"], {"one.safetensors": 1}, True])
+def test_an_index_of_wrong_types(folder, file):
+    write_index(folder, {"a": "one.safetensors", "b": file, "c": "two.safetensors"})
+    refused(folder, r"model\.safetensors\.index\.json names no file for b: download")
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_nested_without_end(folder, name):
+    (folder / name).write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    refused(folder, rf"{name} cannot be read as JSON \(maximum recursion depth")
+
+
 def test_tensor_stored_twice(folder):
     save_file({"c": torch.zeros(4), "b": torch.ones(2)}, folder / "two.safetensors")
     refused(folder, r"stored twice: b \(in one\.safetensors and two\.safetensors\)")

@@ -219,7 +219,8 @@ def modes_agree(folder: Path) -> str:
 class Bench:
     """A random model of the benchmark's shape and a batch; gradients without taking the step."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(self, folder: Path, dtype: str, **model: str) -> None:
+        """``model``: more keys of [model]."""
         import torch
 
         from vcpo_megatron.benchmarks import step as benchmark
@@ -227,7 +228,7 @@ class Bench:
         from vcpo_megatron.learner.training import build_trainable
 
         self._work = benchmark.Work("10M" if on_gpu() else "1M", 512 if on_gpu() else 32, 2, 4)
-        self._folder, self._dtype = folder, dtype
+        self._folder, self._model = folder, {"dtype": dtype, **model}
         self._batch = benchmark.make_batch(self._work)
         config = self._config({}, 4096)
         self._parallel = initialize(config)
@@ -241,7 +242,7 @@ class Bench:
 
         made = benchmark.make_config(self._folder, self._work, keys)
         train = made.train.model_copy(update={"max_pack_tokens": pack})
-        return made.model_copy(update={"model": made.model.model_copy(update={"dtype": self._dtype}), "train": train})
+        return made.model_copy(update={"model": made.model.model_copy(update=self._model), "train": train})
 
     def gradient(self, keys: dict[str, str], pack: int) -> tuple[Any, list[Any]]:
         """(result of the step, gradients on the host); the parameters stay as they are."""
@@ -368,6 +369,32 @@ def transformer_engine_attention(folder: Path) -> str:
     return require(worst, 0.02, "output and gradients")
 
 
+def transformer_engine_layers(folder: Path) -> str:
+    """A step with its attention over packs, and one with its matrices: norms and gradients of the local layers."""
+    import torch
+
+    from vcpo_megatron.learner.layer_specs import engine_layers
+
+    if not on_gpu():
+        raise Skipped("needs a GPU")
+    try:
+        engine_layers()
+    except RuntimeError as error:
+        raise Skipped(str(error)) from error
+    found = []
+    for model in ({}, {"core_attention": "transformer_engine"}, {"transformer_impl": "transformer_engine"}):
+        bench = Bench(folder, "bfloat16", **model)
+        result, gradients = bench.gradient({}, 4096)
+        bench.close()
+        found.append((torch.tensor([row.grad_norm for row in result.trajectories]), gradients))
+    texts = []
+    for name, (norms, gradients) in zip(("attention", "matrices"), found[1:], strict=True):
+        difference = max(float((a - b).norm() / b.norm()) for a, b in zip(gradients, found[0][1], strict=True))
+        worst = float((norms / found[0][0] - 1).abs().max())
+        texts.append(f"{name}: {require(difference, 0.05, 'gradient')}, {require(worst, 0.05, 'norm')}")
+    return "; ".join(texts)
+
+
 CHECKS: dict[str, Callable[[Path], str]] = {
     "oracle in float32": oracle_float32,
     "oracle in bfloat16": oracle_bfloat16,
@@ -377,6 +404,7 @@ CHECKS: dict[str, Callable[[Path], str]] = {
     "fused adam": fused_adam,
     "fused weight gradients": fused_weight_gradients,
     "attention of TransformerEngine": transformer_engine_attention,
+    "layers of TransformerEngine": transformer_engine_layers,
 }
 
 if __name__ == "__main__":

@@ -484,6 +484,16 @@ def test_resume_takes_the_newest_complete_checkpoint(
     assert (tmp_path / "told").read_text() == f"{step} 5"
 
 
+def test_a_lost_count_of_attempts_goes_on_after_that_of_the_checkpoints(tmp_path: Path) -> None:
+    from vcpo_megatron.launch import workspace
+
+    for step, attempt in ((2, 7), (4, 6)):
+        folder = tmp_path / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(MANIFEST.replace('"attempt": 1', f'"attempt": {attempt}'))
+    assert [workspace.next_attempt(RunDirectory(tmp_path)) for _ in range(2)] == [8, 9]
+
+
 def test_a_damaged_checkpoint_is_skipped_with_a_line(tmp_path: Path) -> None:
     for step, text in ((1, MANIFEST), (2, ""), (3, MANIFEST[:40])):
         folder = tmp_path / "checkpoints" / f"step_{step}"
@@ -595,6 +605,18 @@ def test_the_time_limit_stops_with_a_checkpoint(tmp_path: Path) -> None:
     assert "stopped by --max-hours 0.000555556" in out and "newest complete checkpoint: step_2" in out
 
 
+def test_warnings_of_the_processes_reach_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "learner.0.log").write_text("vcpo: warning: of the attempt before\n")
+    warn = "print('vcpo: warning: {}', flush=True)\n"
+    roles = {"orchestrator": warn.format("rows are missing") + GOOD_ORCHESTRATOR,
+             "learner_0": warn.format("no checksums") + GOOD_LEARNER}  # fmt: skip
+    with started(tmp_path / "run", **roles) as run:
+        code, out, _ = run.wait()
+    told = [line for line in out.splitlines() if line.startswith("vcpo: warning: ")]
+    assert code == 0 and sorted(told) == ["vcpo: warning: no checksums", "vcpo: warning: rows are missing"]
+
+
 def test_a_user_goes_back_to_an_older_checkpoint(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         folder = tmp_path / "checkpoints" / f"step_{step}"
@@ -609,6 +631,19 @@ def test_a_user_goes_back_to_an_older_checkpoint(tmp_path: Path) -> None:
     with started(tmp_path, resume=True, from_step=2, **roles) as run:
         code, out, _ = run.wait()
     assert code == 0 and (tmp_path / "told").read_text() == "2"
-    assert "newer checkpoints, now in checkpoints/abandoned/attempt_1: step_4, step_6" in out
-    assert RunDirectory(tmp_path).complete_steps() == [2]
-    assert (tmp_path / "checkpoints/abandoned/attempt_1/step_6/manifest.json").is_file()
+    assert "newer checkpoints move to checkpoints/abandoned/attempt_2 when the run goes on: step_4, step_6" in out
+    assert RunDirectory(tmp_path).complete_steps() == [2, 4, 6]  # which these stand-ins never say
+
+
+def test_a_refused_resume_changes_neither_checkpoints_nor_the_configuration(tmp_path: Path) -> None:
+    for step in (2, 4):
+        folder = tmp_path / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(MANIFEST)
+    (tmp_path / "resolved.toml").write_text("that of the run")
+    with started(tmp_path, resume=True, from_step=2, orchestrator="fail('other data', 1)") as run:
+        code, _, err = run.wait()
+    assert code == 1 and "last message: other data" in err
+    assert RunDirectory(tmp_path).complete_steps() == [2, 4]
+    assert (tmp_path / "resolved.toml").read_text() == "that of the run"
+    assert "[train]" in (tmp_path / "resolved.next.toml").read_text()

@@ -132,6 +132,49 @@ def refusals(pairs: list[tuple[RunConfig, RunConfig]], batches: list[Batch], run
     return messages
 
 
+def loads_after_changes(config: RunConfig, batches: list[Batch], run_dir: str, changes: list[str]) -> list[str]:
+    """Save two checkpoints, then change one byte of each of ``changes`` in the second, one after the other (its size
+    stays); what this rank is told when it loads that one, "" where it does."""
+    platform.prepare()
+    from pathlib import Path
+
+    from vcpo_megatron.config.run_directory import RunDirectory
+    from vcpo_megatron.learner.checkpoint import Checkpoints
+    from vcpo_megatron.learner.checkpoint_errors import CheckpointError
+    from vcpo_megatron.learner.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.step import VcpoStep
+    from vcpo_megatron.learner.training import build_trainable
+
+    parallel, directory = initialize(config), RunDirectory(Path(run_dir))
+    trainable = build_trainable(config, parallel, load=True)
+    step = VcpoStep(config, parallel, trainable)
+    checkpoints = Checkpoints(config, directory, parallel, trainable)
+    for number in (1, 2):
+        step.run(batches[number - 1], PolicyVersion(1, number))
+        checkpoints.start(number, PolicyVersion(1, number), step.ess_state, {})
+        checkpoints.finished(wait=True)
+    messages = []
+    for name in ["", *changes]:
+        path = directory.checkpoint(2) / name
+        torch.distributed.barrier()
+        whole = path.read_bytes() if name else b""
+        torch.distributed.barrier()
+        if name and parallel.rank == 0:
+            middle = len(whole) // 2
+            path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        torch.distributed.barrier()
+        try:
+            checkpoints.load(2)
+            messages.append("")
+        except CheckpointError as error:
+            messages.append(str(error))
+        torch.distributed.barrier()
+        if name and parallel.rank == 0:
+            path.write_bytes(whole)
+    leave_layout()
+    return messages
+
+
 def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: bool) -> dict[str, Any]:
     from pathlib import Path
 
@@ -206,13 +249,13 @@ def with_foreign_norms(cases: list[tuple[RunConfig, list[Batch]]], refused: list
     import io
 
     platform.prepare()
-    from vcpo_megatron.learner import model
+    from vcpo_megatron.learner import layer_specs
     from vcpo_megatron.learner.parallel import initialize, leave_layout
     from vcpo_megatron.learner.score_gradients import UnsupportedLayer
     from vcpo_megatron.learner.step import VcpoStep
     from vcpo_megatron.learner.training import build_trainable
 
-    model.RMSNorm = ForeignNorm
+    layer_specs.RMSNorm = ForeignNorm
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         outcomes = one_step_each(cases)
@@ -227,6 +270,64 @@ def with_foreign_norms(cases: list[tuple[RunConfig, list[Batch]]], refused: list
             messages.append(str(error))
         leave_layout()
     return {"outcomes": outcomes, "said": said.getvalue(), "refusals": messages}
+
+
+def with_engine_layers(cases: list[tuple[RunConfig, list[Batch]]]) -> dict[str, Any]:
+    """``one_step_each`` with what stands for TransformerEngine's layers; what rank 0 said, and what the layers saw."""
+    import contextlib
+    import io
+
+    platform.prepare()
+    from vcpo_megatron.learner import layer_specs
+
+    from . import engine_stand_ins as stand_ins
+
+    layer_specs.engine_layers = lambda: layer_specs.EngineLayers(
+        stand_ins.ColumnLinear, stand_ins.RowLinear, stand_ins.Attention
+    )
+    outcomes, said, seen = [], [], []
+    for case in cases:
+        text = io.StringIO()
+        stand_ins.LINEARS.clear()
+        stand_ins.FORMATS.clear()
+        with contextlib.redirect_stdout(text):
+            outcomes += one_step_each([case])
+        said.append(text.getvalue())
+        seen.append((set(stand_ins.LINEARS), set(stand_ins.FORMATS)))
+    return {"outcomes": outcomes, "said": said, "seen": seen}
+
+
+def said_when_built(configs: list[RunConfig]) -> list[str]:
+    """What rank 0 prints while the step of each configuration is built."""
+    import contextlib
+    import io
+
+    platform.prepare()
+    from vcpo_megatron.learner.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.step import VcpoStep
+    from vcpo_megatron.learner.training import build_trainable
+
+    said = []
+    for config in configs:
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            parallel = initialize(config)
+            VcpoStep(config, parallel, build_trainable(config, parallel, load=True))
+        said.append(text.getvalue())
+        leave_layout()
+    return said
+
+
+def refusal_to_build(config: RunConfig) -> str:
+    """What the model says that cannot be built here."""
+    platform.prepare()
+    from vcpo_megatron.learner.parallel import initialize
+    from vcpo_megatron.learner.training import build_trainable
+
+    try:
+        build_trainable(config, initialize(config), load=True)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def leave_and_take_again(cases: list[tuple[RunConfig, int]], batches: list[Batch]) -> list[dict[str, Any]]:

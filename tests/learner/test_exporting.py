@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from vcpo_megatron.config.load import dump_resolved
 from vcpo_megatron.config.run_directory import RunDirectory
+from vcpo_megatron.conversion.errors import ConversionError
 from vcpo_megatron.learner.convert import export_hf
 
 from .scenarios import make_batch, make_config, make_model_folder
@@ -62,6 +63,13 @@ def test_exports_equal_those_of_the_checkpoint(tmp_path: Path) -> None:
         assert any(not torch.equal(before[name].to(kind), after[name]) for name in after)  # a step was taken
         loaded = AutoModelForCausalLM.from_pretrained(back, dtype="auto").state_dict()
         assert torch.equal(loaded["model.norm.weight"], after["model.norm.weight"])
+
+    changed = run.checkpoint(1) / "__1_0.distcp"
+    data = bytearray(changed.read_bytes())
+    data[len(data) // 2] ^= 1
+    changed.write_bytes(data)
+    with pytest.raises(ConversionError, match=r"step_1 has changed since it was written: __1_0.distcp has CRC-32"):
+        export_hf(run.checkpoint(1), tmp_path / "not", progress=False)
 
 
 def test_exports_are_kept_as_checkpoints_are(tmp_path: Path) -> None:

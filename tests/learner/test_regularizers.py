@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,9 @@ import torch.distributed as dist
 from vcpo_megatron.learner import logprobs as module
 from vcpo_megatron.learner.logprobs import squared_score_norms, token_logprobs
 from vcpo_megatron.learner.regularizers import ReferenceWeights, regularizer
+
+from .scenarios import make_config, make_model_folder
+from .world import run_world
 
 
 @pytest.mark.parametrize("chunk", [1 << 24, 20])
@@ -57,3 +62,26 @@ def test_weights_are_swapped_in_place_and_back() -> None:
     with pytest.raises(RuntimeError, match="inside"), reference.swapped():
         raise RuntimeError("inside")
     assert torch.equal(layer.weight, after)
+
+
+#: Of 2 layers, hidden 32, 32 rows of vocabulary: embeddings, final norm, and of a layer qkv and its bias, projection,
+#: gate and up, down, two norms.
+PARAMETERS = 2 * 32 * 32 + 32 + 2 * (64 * 32 + 64 + 32 * 32 + 2 * 48 * 32 + 32 * 48 + 2 * 32)
+
+
+@pytest.mark.timeout(200)
+def test_the_log_states_what_a_reference_takes_of_the_host(tmp_path: Path) -> None:
+    """One copy of the rank's weights, in their dtype; nothing is said or kept without a reference."""
+    model = make_model_folder(tmp_path / "model", layers=2)
+    kept = {"kl_coef": 0.1, "kl_reference": "initial"}
+    configs = [
+        make_config(model, 1, algorithm=kept),
+        make_config(model, 1, algorithm=kept, model={"dtype": "bfloat16"}),
+        make_config(model, 1),
+    ]
+    assert PARAMETERS == 17_696
+    assert run_world(1, "learner.run_layouts:said_when_built", {"configs": configs}) == [
+        "kl_reference: 70,784 bytes of host memory on rank 0\n",
+        "kl_reference: 35,392 bytes of host memory on rank 0\n",
+        "",
+    ]

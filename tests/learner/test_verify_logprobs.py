@@ -46,9 +46,15 @@ def test_folder_and_checkpoint(folder: Path, tmp_path: Path) -> None:
     import_hf(folder, tmp_path / "checkpoint", Layout(tensor=2), vocab_multiple=8, progress=False)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"tokens": [(5 * i) % 37 for i in range(300)]}) + "\n")
-    done = verify(folder, tmp_path / "checkpoint", "--logprobs", "--prompts", prompts)
-    assert done.returncode == 0, done.stderr
-    assert "tensors, " in done.stdout and "log-probs of 1 prompts: equal to" in done.stdout
+    import_hf(folder, tmp_path / "other", Layout(pipeline=2), vocab_multiple=16, progress=False)
+    said = {}
+    for a, b in ((folder, "checkpoint"), ("checkpoint", folder), ("checkpoint", "other")):
+        done = verify(tmp_path / a, tmp_path / b, "--logprobs", "--prompts", prompts)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "tensors, " in done.stdout and "log-probs of 1 prompts: equal to" in done.stdout
+        said[str(a), str(b)] = done.stdout
+    assert said[str(folder), "checkpoint"] == said["checkpoint", str(folder)]  # the same numbers, too
+    assert "equal to 0 (" in said["checkpoint", "other"]
 
 
 @pytest.mark.timeout(900)
@@ -58,8 +64,9 @@ def test_server(folder: Path, tmp_path: Path) -> None:
         assert verify(folder, url).returncode == 0
         done = verify(other, url)
         assert done.returncode == 1 and "A and B differ: prompt 0, token " in done.stdout
-    done = verify(folder, url)
-    assert done.returncode == 1 and "could not score the prompts" in done.stderr
+    for address, cause in ((url, "Connect"), ("http://", "this is no address"), ("http://127.0.0.1:x", "no address")):
+        done = verify(folder, address)
+        assert done.returncode == 1 and "could not score the prompts" in done.stderr and cause in done.stderr
 
 
 def test_the_first_difference_is_named() -> None:

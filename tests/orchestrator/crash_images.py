@@ -128,9 +128,9 @@ def watched(disk: Disk) -> Iterator[None]:
     """Every write of the run goes through ``disk`` meanwhile."""
 
     class WatchedStore(RolloutStore):
-        def __init__(self, path: Path) -> None:
+        def __init__(self, path: Path, *, create: bool = True) -> None:
             with disk.writing("store"):
-                super().__init__(path)
+                super().__init__(path, create=create)
             self._connection = _WatchedConnection(self._connection, disk)  # type: ignore[assignment]
 
     whole_row, atomically = sinks.JsonlSink.write, run_directory.write_atomically

@@ -41,6 +41,7 @@ from vcpo_megatron.transport.messages import (
     Heartbeat,
     Hello,
     LeaveStep,
+    Loaded,
     Probe,
     ProbeResult,
     StepDone,
@@ -305,6 +306,7 @@ class FakeLearner(threading.Thread):
         self.stopped: str | None = None
         self.errors: list[str] = []
         self.at_step: Callable[[int], None] = lambda step: None
+        self.cannot_load: str | None = None
         self.error_at: int | None = None
         self.silent_at: int | None = None
         self.skips: set[int] = set()
@@ -320,6 +322,10 @@ class FakeLearner(threading.Thread):
         client = ControlClient(self._context.control)
         try:
             client.send(Hello(self._context.token, self.version, 1))
+            if self.cannot_load is not None:
+                client.send(Error("learner rank 0", self.cannot_load))
+                return
+            client.send(Loaded(self.version))
             self._weights(client)
             deadline = time.monotonic() + 60
             while self.stopped is None and not self.errors and time.monotonic() < deadline:

@@ -189,6 +189,25 @@ def test_start_of_log(tmp_path: Path) -> None:
     assert list(start_of_log(path, 2, 6, [{"step": 1}], [2, 6]).rows) == [{"step": 1}]
 
 
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["0", "1", "2", "3"], ""),  # and 4, which the checkpoint has held back
+        (["0", "2", "3"], "rows of steps 1 are missing"),
+        (["0", "?", "3"], "lines 2 were no rows and are left out and rows of steps 1-2 are missing"),
+        (["3"], "rows of steps 0-2 are missing"),
+        ([], "rows of steps 0-3 are missing"),
+        (["0", "?", "?", "1", "?", "2", "3"], "lines 2-3, 5 were no rows and are left out"),
+        (["0", "1", "2", "3", "4", "?", "5", "6"], "lines 6 were no rows and are left out"),  # 5 and 6 are cut off
+    ],
+)  # fmt: skip
+def test_what_is_missing_in_the_log_is_told(tmp_path: Path, lines: list[str], says: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join('{"step": 1, "lo\n' if line == "?" else f'{{"step": {line}}}\n' for line in lines))
+    start = start_of_log(path, 5, 9, [{"step": 4}], [])
+    assert start.problem == (f"{path}: {says}; the run goes on without them" if says else "")
+
+
 def test_rows_of_steps_that_are_done_are_never_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = "".join(f'{{"step": {step}}}\n' for step in range(20))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -96,56 +96,73 @@ def test_a_prompt_stays_set_aside_after_a_resume() -> None:
 
 def test_the_window_counts_failures_among_outcomes() -> None:
     window = FailureWindow(10, 0.5)
-    for _ in range(20):  # half of the outcomes: not too many
-        window.success()
+    for group in range(20):  # half of the outcomes: not too many
+        window.success(group)
         window.failure(ValueError("common"))
-    with pytest.raises(RunError, match=r"6 of the last 10 outcomes are failures .*ratio = 0.5.*, 5 of them: common"):
+    with pytest.raises(RunError, match=r"^6 of the last 10 outcomes are failures .*ratio = 0.5.*, 5 of them: common"):
         window.failure(ValueError("rare"))
 
 
-def test_failures_in_a_row_end_a_run_late_as_at_its_start() -> None:
-    window = FailureWindow(100, 0.5)
-    for _ in range(10):
-        window.success()
-    for _ in range(19):
-        window.failure(ValueError("gone"))
-    with pytest.raises(RunError, match=r"^20 of the last 30 outcomes are failures, the last 20 in a row .*, 20 of th"):
-        window.failure(ValueError("gone"))
-    patient = FailureWindow(1000, 0.9)
-    patient.success()
-    for _ in range(199):
-        patient.failure(ValueError("often"))
-    patient.success()
-    with pytest.raises(RunError, match=r"^399 of the last 401 outcomes"):
-        for _ in range(201):
-            patient.failure(ValueError("often"))
-    rare = FailureWindow(100, 0.9)  # twenty in a row would not be strange here
-    rare.success()
-    for _ in range(89):
-        rare.failure(ValueError("often"))
+def failing(window: FailureWindow, groups: Iterable[int], says: str = "gone {}") -> int:
+    """How many of ``groups``, which fail in this order, it takes to end the run; all of them: it goes on."""
+    for number, group in enumerate(groups, 1):
+        try:
+            window.failure(ValueError(says.format(group)), group)
+        except RunError as error:
+            assert "groups in a row, in order of admission, have failed" in str(error)
+            return number
+    return 0
 
 
-def test_the_first_groups_that_all_fail_alike_end_the_run_whatever_the_window() -> None:
-    window = FailureWindow(1000, 0.5)
-    for group in range(30):
+def admitting(*groups: int, ratio: float = 0.5) -> FailureWindow:
+    window = FailureWindow(1000, ratio)
+    for group in groups:
         window.admitted(group)
-    for group in [*range(25, 30), *range(19)]:  # those after the first 20 do not count
-        window.failure(ValueError(f"prompt {'abcdef'[group % 6]}x: log-prob -{group}.5 is not finite"), group)
-    window.failure(ValueError("prompt gx: log-prob -7.5 is not finite"))  # of a group that goes on
-    with pytest.raises(RunError, match="the first 20 groups of this attempt have all failed: prompt ix: log-prob -8.5"):
-        window.failure(ValueError("prompt ix: log-prob -8.5 is not finite"), 19)
+    return window
 
 
-@pytest.mark.parametrize("last", [None, "another message"])
-def test_one_other_group_among_the_first_lets_the_run_go_on(last: str | None) -> None:
+def test_so_many_groups_in_a_row_end_a_run_whatever_the_window_early_and_late() -> None:
+    assert failing(admitting(*range(30)), range(30)) == 20
+    late = admitting(*range(130))
+    for group in range(100):
+        late.success(group)
+    assert failing(late, range(100, 130)) == 20
+    # 0.9 ^ 132 is the first power below one in a million
+    assert failing(admitting(*range(200), ratio=0.9), range(200)) == 132
+    assert failing(admitting(*range(200), ratio=0.01), range(200)) == 20
+    window = admitting(*range(21))
+    window.success(0)
+    window.failure(ValueError("other"))  # of a group that goes on
+    with pytest.raises(RunError) as caught:
+        for group in range(1, 21):
+            window.failure(ValueError(f"gone -{group}.5" if group < 20 else "gone -7.5"), group)
+    assert str(caught.value) == (
+        "20 groups in a row, in order of admission, have failed, and 21 of the last 22 outcomes are failures "
+        "(rollout.max_failure_ratio = 0.5), 20 of them: gone -7.5"
+    )
+
+
+def test_what_counts_is_the_order_of_admission() -> None:
     """Quick failures of other groups come before a slow success: they end nothing."""
-    window = FailureWindow(1000, 0.5)
-    for group in range(150):
-        window.admitted(group)
-        if group != 7:
-            window.failure(ValueError("sandbox timeout"), group)
-    if last is not None:
-        window.failure(ValueError(last), 7)
+    window = admitting(*range(150))
+    assert failing(window, [*range(100, 119), *range(1, 100)]) == 0  # group 0 has not ended
+    window.success(0)
+    slow = admitting(*range(60))
+    assert failing(slow, [g for g in range(60) if g % 15]) == 0
+    for group in (0, 15, 30, 45):
+        slow.success(group)
+    assert failing(slow, range(100, 119)) == 0  # never admitted here: of the attempt before
+
+
+def test_a_group_that_is_dropped_holds_nothing_up() -> None:
+    window = admitting(*range(30))
+    assert failing(window, range(1, 25)) == 0
+    window.dropped(0)
+    assert failing(window, [25]) == 1  # 25 in a row by now
+    for group in (26, 27):
+        window.dropped(group)
+    window.success(28)
+    assert failing(window, [29]) == 0
 
 
 @pytest.mark.parametrize("policy", ["drop", "resample"])
@@ -153,7 +170,7 @@ def test_a_policy_that_has_diverged_ends_the_run_soon(tmp_path: Path, policy: st
     cfg = config(train={"steps": 500, "groups_per_step": 8}, staleness={"max_staleness": 16},
                  rollout={"on_failure": policy})  # fmt: skip
     run = FakeRun(tmp_path, cfg, environment=FakeEnvironment(fails=lambda example: True))
-    with pytest.raises(RunError, match="the first 20 groups of this attempt have all failed: .*the judge is down"):
+    with pytest.raises(RunError, match="^20 groups in a row, in order of admission, have failed.*the judge is down"):
         run.run()
     failed = sum(count for key, count in states(tmp_path).items() if key[1] == "failed")
     assert failed < 272  # what a window of 1,360 took
@@ -206,8 +223,8 @@ def limited(monkeypatch: pytest.MonkeyPatch, pages: int) -> dict[str, Any]:
     made: dict[str, Any] = {}
 
     class Limited(RolloutStore):
-        def __init__(self, path: Path) -> None:
-            super().__init__(path)
+        def __init__(self, path: Path, *, create: bool = True) -> None:
+            super().__init__(path, create=create)
             now = self._connection.execute("PRAGMA page_count").fetchone()[0]
             self._connection.execute(f"PRAGMA max_page_count = {now + pages}")
             made["store"] = self

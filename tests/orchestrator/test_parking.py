@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.orchestrator import test_store
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
 from vcpo_megatron.orchestrator.parking import Answer, Answers, from_text, to_text
 from vcpo_megatron.orchestrator.store import RolloutStore, StoreError
@@ -171,6 +172,30 @@ def test_the_store_forgets_what_is_newer_than_the_checkpoint_or_damaged(tmp_path
         connection.execute("UPDATE parked SET answers = replace(answers, '4', '5')")
     with RolloutStore(path) as store, pytest.raises(StoreError, match=r"answers of trajectory 2/0 .* are damaged"):
         store.resume(0, keep_partial=True)
+
+
+def test_what_is_kept_of_a_trajectory_goes_with_its_end(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+
+        def parked() -> set[tuple[int, int]]:
+            return {tuple(row) for row in store._rows("SELECT group_id, sample_index FROM parked")}
+
+        for group in range(4):
+            store.admit(group, f"p{group}", group, 2, PolicyVersion(1, 0))
+            for sample in range(2):
+                assert store.park(group, sample, [Answer(1, result(4, reason="abort"))])
+        assert store.add_trajectory(test_store.trajectory(0, 1, PolicyVersion(1, 0)))
+        assert parked() == {(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)}
+        assert store.replace(1, 0, "no", 2)
+        assert parked() == {(0, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)}
+        assert store.fail(1, 1, "no") and store.drop(2, "expired")
+        assert parked() == {(0, 0), (3, 0), (3, 1)}
+        store.finish()  # a resume takes these up
+        assert parked() == {(0, 0), (3, 0), (3, 1)}
+        store.prune_samples(0)
+        assert parked() == {(0, 0), (3, 0), (3, 1)}
+        store.prune_samples(1)  # no checkpoint brings them back
+        assert parked() == set()
 
 
 def test_a_server_that_does_not_answer_delays_the_stop_by_seconds_only(

@@ -118,3 +118,17 @@ def test_fused_kernels_and_the_other_apex() -> None:
 
 def test_the_layers_are_named(versions: dict[str, str], tmp_path: Path) -> None:
     assert finding(examine(tmp_path), "layers").text.startswith("Megatron's local ones, several trajectories")
+
+
+def test_transformer_engines_layers_wait_for_a_check_on_the_gpu() -> None:
+    def told(engine: bool, gpu: bool) -> list[str]:
+        found = doctor._layers(InstalledKernels(transformer_engine=engine), gpu=gpu)
+        return [row.text for row in found if row.name == "transformer engine"]
+
+    assert told(False, False) == []
+    assert told(False, True) == ["not installed: its layers and attention cannot be chosen"]
+    assert told(True, False) == ["installed and needs a GPU: its layers cannot be chosen"]
+    (text,) = told(True, True)
+    assert 'core_attention = "transformer_engine": several trajectories a micro-batch' in text
+    assert 'transformer_impl = "transformer_engine": one. Neither has passed on a GPU' in text
+

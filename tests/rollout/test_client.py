@@ -116,6 +116,7 @@ def test_bad_ids_are_never_sent(ids: list[Any]) -> None:
         (answering(400, {"success": False, "message": "too long"}), 400, "too long"),
         (answering(400, {"error": {"message": "inner"}}), 400, "inner"),
         (answering(503, text="overloaded\n"), 503, "overloaded"),
+        (answering(502, text=""), 502, "Bad Gateway"),
     ],
 )
 def test_a_refusal_tells_server_endpoint_status_and_message(handler: Handler, status: int, message: str) -> None:

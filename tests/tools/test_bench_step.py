@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from vcpo_megatron.benchmarks.floors import Rates
+from vcpo_megatron.benchmarks.step import Comparison, Outcome, Work, curves
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_step.py"
 
 
@@ -30,3 +33,27 @@ def test_quick_prints_one_json_object() -> None:
     assert all(row["median"] > 0 and row["transient"] > 0 for row in found.values())
     # the reference's way makes both of its buffers in the step, and everything else for one trajectory only
     assert found["reference"]["transient"] > 8 * result["parameters"]
+
+
+def test_curves_over_lengths() -> None:
+    """Medians of ratios inside a round, MiB of the peak; a model measured at one length has no curve."""
+
+    def measured(model: str, median: int, seconds: tuple[float, ...], peak: int) -> Comparison:
+        rates = Rates(1.0, 1.0, 1.0)
+        outcomes = (Outcome("plain", (1.0, 2.0, 4.0), 2**20, 0), Outcome("deferred", seconds, peak, 0))
+        return Comparison(Work(model, median, 1, 2), 10, (median, median), outcomes, rates)
+
+    rows = [
+        measured("10M", 64, (1.5, 2.2, 4.4), 3 * 2**20), measured("60M", 64, (1.0, 2.0, 4.0), 0),
+        measured("10M", 128, (1.0, 2.5, 4.2), 5 * 2**19),
+    ]  # fmt: skip
+    assert curves(rows) == (
+        "10M: time over plain, by median answer length\n"
+        "                    64       128\n"
+        "plain            1.000     1.000\n"
+        "deferred         1.100     1.050\n"
+        "10M: peak MiB of a step, by median answer length\n"
+        "                    64       128\n"
+        "plain              1.0       1.0\n"
+        "deferred           3.0       2.5\n"
+    )

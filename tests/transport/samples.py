@@ -19,6 +19,7 @@ from vcpo_megatron.transport.messages import (
     Heartbeat,
     Hello,
     LeaveStep,
+    Loaded,
     OpenGroup,
     Probe,
     ProbeResult,
@@ -92,6 +93,7 @@ ROUTED = Batch(
 
 MESSAGES: list[Any] = [
     Hello(TOKEN, PolicyVersion(2, 40), 4),
+    Loaded(PolicyVersion(2, 40)),
     WeightsReady(PolicyVersion(1, 3), (b"first\x00bucket", b"", b"\xff" * 1000)),
     WeightsReady(PolicyVersion(1, 0), ()),
     SyncDone(PolicyVersion(10, 123456)),

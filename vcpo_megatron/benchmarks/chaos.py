@@ -72,13 +72,11 @@ class Outcome:
 
     def table(self) -> str:
         struck = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults.items())) or "none"
-        found, kinds = self.found, sorted({kind for kind, _ in self.recovery_s})
+        kinds = sorted({kind for kind, _ in self.recovery_s})
         lines = [
-            f"{found.steps} steps; servers: {struck}; seen: {self.deaths} deaths, {self.refusals} refusals",
+            f"{self.found.steps} steps; servers: {struck}; seen: {self.deaths} deaths, {self.refusals} refusals",
             *(f"recovery    {_times(kind, self.recovery_s)}" for kind in kinds),
-            f"generated   {found.generated:>8}", f"trained     {found.trained:>8}", f"failed      {found.failed:>8}",
-            f"dropped     {found.dropped:>8}", *(f"  {count:>8}  {reason}" for reason, count in found.reasons.items()),
-            f"lost        {found.lost:>8}", f"duplicated  {found.duplicated:>8}", f"violations  {found.violations:>8}",
+            *self.found.lines(),
             f"wrong_version {self.wrong_version:>6}",
             f"mismatch    {self.mismatch:8.1e} nats at most, over {self.compared} tokens",
         ]  # fmt: skip

@@ -60,8 +60,21 @@ class Account:
     def is_clean(self) -> bool:
         return self.lost == self.duplicated == self.violations == 0
 
-    def as_dict(self) -> dict[str, object]:
-        return {"benchmark": "soak", **asdict(self), "faults": sum(self.faults.values()), "killed": self.faults}
+    def as_json(self) -> str:
+        faults = sum(self.faults.values())
+        return json.dumps({"benchmark": "soak", **asdict(self), "faults": faults, "killed": self.faults})
+
+    def table(self) -> str:
+        killed = ", ".join(f"{role} {count}" for role, count in sorted(self.faults.items())) or "none"
+        return "\n".join([f"{self.steps} steps; killed: {killed}", *self.lines()])
+
+    def lines(self) -> list[str]:
+        """Counts and reasons, one a line."""
+        return [
+            f"generated   {self.generated:>8}", f"trained     {self.trained:>8}", f"failed      {self.failed:>8}",
+            f"dropped     {self.dropped:>8}", *(f"  {count:>8}  {reason}" for reason, count in self.reasons.items()),
+            f"lost        {self.lost:>8}", f"duplicated  {self.duplicated:>8}", f"violations  {self.violations:>8}",
+        ]  # fmt: skip
 
 
 class Attempts:
@@ -198,22 +211,6 @@ def _wrong_rows(directory: RunDirectory, config: RunConfig, steps: int, trained:
     expected = (steps - skipped) * config.trajectories_per_step
     wrong = {row["step"] for row in rows} ^ set(range(steps))
     return len(wrong) + (trained != expected) + bool(rows and rows[-1]["rollouts/trained"] != trained)
-
-
-def table(found: Account) -> str:
-    """The account as text."""
-    killed = ", ".join(f"{role} {count}" for role, count in sorted(found.faults.items())) or "none"
-    lines = [
-        f"{found.steps} steps; killed: {killed}",
-        f"generated   {found.generated:>8}", f"trained     {found.trained:>8}", f"failed      {found.failed:>8}",
-        f"dropped     {found.dropped:>8}", *(f"  {count:>8}  {reason}" for reason, count in found.reasons.items()),
-        f"lost        {found.lost:>8}", f"duplicated  {found.duplicated:>8}", f"violations  {found.violations:>8}",
-    ]  # fmt: skip
-    return "\n".join(lines)
-
-
-def as_json(found: Account) -> str:
-    return json.dumps(found.as_dict())
 
 
 def environment() -> None:

@@ -269,3 +269,19 @@ def table(comparison: Comparison) -> str:
             f"{o.persistent / mib:>12.1f} {o.transient / mib:>9.1f}"
         )
     return "\n".join(lines)
+
+
+def curves(comparisons: Sequence[Comparison]) -> str:
+    """Of every model measured at several lengths: time over plain, and peak memory, by median length; "" without."""
+    lines = []
+    for model in dict.fromkeys(comparison.work.model for comparison in comparisons):
+        found = [comparison for comparison in comparisons if comparison.work.model == model]
+        if len({comparison.work.median for comparison in found}) < 2:
+            continue
+        ratios = [{outcome.name: c.ratio(outcome.name) for outcome in c.outcomes} for c in found]
+        peaks = [{outcome.name: outcome.transient / 2**20 for outcome in c.outcomes} for c in found]
+        for what, form, columns in (("time over plain", ".3f", ratios), ("peak MiB of a step", ".1f", peaks)):
+            lines.append(f"{model}: {what}, by median answer length")
+            lines.append(" " * 12 + "".join(f"{c.work.median:>10}" for c in found))
+            lines += [f"{name:<12}" + "".join(f"{column[name]:>10{form}}" for column in columns) for name in columns[0]]
+    return "".join(f"{line}\n" for line in lines)

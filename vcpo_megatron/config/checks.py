@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from .engine_layers import engine_model_problems, engine_problems
 from .load import ConfigError, read_toml
 from .methods import ORDERED_SURROGATES
 from .model_folder import generation_problems, read_model, tokenizer_problems, weight_problems
@@ -23,6 +24,7 @@ def problems(config: RunConfig) -> list[str]:
     """Everything that keeps ``config`` from being run; empty when nothing does."""
     found = [
         *_parallel(config),
+        *engine_problems(config),
         *_algorithm(config),
         *_generation(config),
         *_training(config),
@@ -38,6 +40,7 @@ def problems(config: RunConfig) -> list[str]:
     except ConfigError as error:
         return found + error.problems
     found += _model_fits(config, shape)
+    found += engine_model_problems(config, shape)
     for check in (weight_problems, tokenizer_problems, generation_problems):
         found += check(config.model.path, shape)
     return found
@@ -115,6 +118,11 @@ def _experts(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     parallel, path, experts = config.parallel, config.model.path, shape.experts
     if config.rollout.routing_replay:
         yield from _routing_replay(config, shape)
+    if (weight := config.algorithm.global_aux_loss) > 0:
+        if experts is None or experts.sigmoid:
+            yield f"algorithm.global_aux_loss = {weight}: {path} has no routers with a softmax; use 0"
+        elif config.rollout.routing_replay:
+            yield f"algorithm.global_aux_loss = {weight}: not tested with rollout.routing_replay = true; use 0"
     if experts is None:
         for name in ("expert", "expert_tensor"):
             if (value := getattr(parallel, name)) > 1:
@@ -358,6 +366,11 @@ def _model_fits(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         yield (
             f"parallel.virtual_pipeline = {parallel.virtual_pipeline}: pipeline x virtual_pipeline = {stages} does not "
             f"divide the {shape.num_layers} layers of {path}"
+        )
+    if config.model.vocab_multiple > shape.largest_vocab_multiple:
+        yield (
+            f"model.vocab_multiple = {config.model.vocab_multiple}: most of the vocabulary would be padding; give at "
+            f"most {shape.largest_vocab_multiple} for {path}"
         )
     yield from _experts(config, shape)
     if config.rollout.verify_sync and config.rollout.engine == "sglang" and shape.latent is not None:

@@ -50,8 +50,15 @@ def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """Read what ``dump_resolved`` wrote; raises ConfigError."""
-    return load_config(path)
+    """Read what ``dump_resolved`` wrote; raises ConfigError, with the remedy for a file that somebody has changed."""
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        raise ConfigError([
+            *error.problems,
+            f"{path} is the run's own copy of its configuration: undo the change, or put the configuration that the "
+            "run was started with in its place, with paths from the root",
+        ]) from None  # fmt: skip
 
 
 def dump_resolved(config: RunConfig) -> str:

@@ -92,6 +92,15 @@ class ModelShape:
         """Query heads that share one key head."""
         return self.num_attention_heads // self.num_key_value_heads
 
+    @property
+    def largest_vocab_multiple(self) -> int:
+        """With a larger one most rows of the vocabulary would be padding; any vocabulary may have 1024 rows."""
+        return max(self.vocab_size, 1024)
+
+    def padded_vocabulary(self, multiple: int) -> int:
+        """``vocab_size`` rounded up to a multiple."""
+        return -(-self.vocab_size // multiple) * multiple
+
     def is_moe(self, layer: int) -> bool:
         """Whether ``layer`` (counted from 0 over the whole model) has experts in place of an MLP."""
         return self.experts is not None and layer not in self.experts.dense_layers
@@ -187,6 +196,11 @@ def _unsupported(values: Mapping[str, Any], rules: ConfigRules) -> list[str]:
         f"{key} = {_short(values[key])} is not supported"
         for key, neutral in _NEUTRAL.items()
         if key in values and values[key] not in neutral
+    ]
+    problems += [
+        f"{key} = {_short(values[key])} is not the name of a dtype"
+        for key in ("dtype", "torch_dtype")
+        if not isinstance(values.get(key), str | None)
     ]
     if values.get("model_type") not in (None, rules.model_type):
         problems.append(

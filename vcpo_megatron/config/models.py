@@ -38,6 +38,12 @@ class ModelConfig(Section):
         "none", description="activations computed again in the backward: none, attention's inside, or whole layers"
     )
     vocab_multiple: int = Field(128, ge=1, description="the vocabulary is padded to a multiple of this")
+    transformer_impl: Literal["local", "transformer_engine"] = Field(
+        "local", description="whose linear layers: Megatron's; or TransformerEngine's, one trajectory a micro-batch"
+    )
+    core_attention: Literal["torch", "transformer_engine"] = Field(
+        "torch", description="attention over packs: torch's scaled dot product, or TransformerEngine's fused kernels"
+    )
 
 
 class ParallelConfig(Section):
@@ -110,6 +116,9 @@ class AlgorithmConfig(Section):
     kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || reference); with OPOB a second backward")
     kl_reference: Literal["none", "initial"] = Field("none", description="initial: a copy of model.path on the host")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy; with OPOB a second backward")
+    global_aux_loss: float = Field(
+        0.0, ge=0, description="weight of the experts' load-balancing loss over the whole batch; a forward counts first"
+    )
     allow_uncorrected: bool = Field(False, description="permit an asynchronous run without off-policy correction")
 
     @property
@@ -121,8 +130,8 @@ class AlgorithmConfig(Section):
 
     @property
     def regularized(self) -> bool:
-        """True when a KL or entropy term is part of the loss."""
-        return self.kl_coef > 0 or self.entropy_coef > 0
+        """True when the loss has a term that no reward scales: KL, entropy, the balance of experts."""
+        return self.kl_coef > 0 or self.entropy_coef > 0 or self.global_aux_loss > 0
 
 
 class OptimizerConfig(Section):

@@ -18,6 +18,8 @@ from .run_directory import RunDirectory
 
 #: A process that fails says so in a last line that begins with this, in its log.
 ERROR_PREFIX = "vcpo: error: "
+#: A line of a log that begins with this is shown to the user as well.
+WARNING_PREFIX = "vcpo: warning: "
 #: In what a learner rank says when it did not fail itself: the orchestrator told it to end, for its own reason.
 ENDED_BY_ORCHESTRATOR = "orchestrator ended the run: "
 
@@ -62,7 +64,9 @@ class ProcessContext:
         )
 
     def config(self) -> RunConfig:
-        return load_resolved(self.directory.resolved)
+        """The configuration of this attempt: on a resume the run takes it over when nothing has refused it."""
+        proposed = self.directory.proposed
+        return load_resolved(proposed if proposed.exists() else self.directory.resolved)
 
     @property
     def directory(self) -> RunDirectory:

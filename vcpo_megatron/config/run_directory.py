@@ -2,12 +2,13 @@
 
     RUN_DIR/
       resolved.toml            the configuration with every default filled in
+      resolved.next.toml       that of an attempt to resume, until the run has taken it
       metrics.jsonl            one object a step; cut back on resume
       rollouts.sqlite          every group and trajectory (opened by the orchestrator alone)
       checkpoints/step_N/      Megatron distributed checkpoint + manifest.json, written last
       checkpoints/latest       text file "step_N", replaced atomically
       checkpoints/best         the same for the complete checkpoint of the highest held-out accuracy
-      checkpoints/abandoned/   checkpoints newer than the one that a user went back to
+      checkpoints/abandoned/   attempt_A/step_N: newer than the checkpoint that attempt A went back to
       exports/step_N/          the policy after step N as a Hugging Face folder; it appears whole
       logs/ROLE.RANK.log       stdout and stderr of every process
       tensorboard/
@@ -16,7 +17,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Collection, Mapping
@@ -26,13 +26,16 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from .integrity import ChangedError, crc_of_file, sealed, unsealed
+
 MANIFEST = "manifest.json"
 
 
 class Manifest(BaseModel):
     """Completion marker of a checkpoint: written last, and atomically, by learner rank 0.
 
-    ``files`` holds the size in bytes of every other file of the checkpoint, by its path within.
+    ``files`` holds the size in bytes of every other file of the checkpoint, by its path within, and ``checksums`` its
+    CRC-32; there are none in a checkpoint of an earlier version. The text has a checksum of its own.
     ``orchestrator`` is the opaque state that the orchestrator handed over with the request
     (data cursor, staleness counters, store position); it is given back unread on resume.
     """
@@ -46,6 +49,12 @@ class Manifest(BaseModel):
     learner: dict[str, Any]
     orchestrator: dict[str, Any]
     files: dict[str, int] = {}
+    checksums: dict[str, int] = {}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """That of one checkpoint; FileNotFoundError when it has none, ValueError when it is damaged."""
+    return Manifest.model_validate(unsealed((folder / MANIFEST).read_bytes()))
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -103,6 +112,11 @@ class RunDirectory:
         return self.path / "resolved.toml"
 
     @property
+    def proposed(self) -> Path:
+        """The configuration of an attempt that has not been accepted yet."""
+        return self.path / "resolved.next.toml"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -142,13 +156,15 @@ class RunDirectory:
         return self.exports / f"step_{step}"
 
     def manifest(self, step: int) -> Manifest:
-        """Manifest of the complete checkpoint ``step``; FileNotFoundError when it is not complete."""
-        return Manifest.model_validate(json.loads((self.checkpoint(step) / MANIFEST).read_text()))
+        """Manifest of the complete checkpoint ``step``; FileNotFoundError when it is not complete, ValueError when it
+        is damaged."""
+        return read_manifest(self.checkpoint(step))
 
     def complete_steps(self) -> list[int]:
         """Steps of all complete checkpoints, ascending, whatever else was left behind.
 
-        Complete: the manifest can be read, and every file that it names has its size.
+        Complete: the manifest can be read, and every file that it names has its size. Checksums are for those who read
+        the files anyway.
         """
         return sorted(step for step in self._steps() if self._is_complete(step))
 
@@ -167,6 +183,8 @@ class RunDirectory:
     def _damage(self, step: int) -> str | None:
         try:
             files = self.manifest(step).files
+        except ChangedError as error:
+            return f"{MANIFEST} cannot be read: {error}"
         except (OSError, ValueError):
             return f"{MANIFEST} cannot be read"
         for name, size in files.items():
@@ -178,15 +196,20 @@ class RunDirectory:
                 return f"{name} has {found} bytes, not {size}"
         return None
 
-    def complete(self, step: int, manifest: Manifest) -> None:
-        """Mark checkpoint ``step`` complete and make it the latest, after everything in it is on disk."""
+    def complete(self, step: int, manifest: Manifest, checksums: Mapping[str, int] = {}) -> None:
+        """Mark checkpoint ``step`` complete and make it the latest, after everything in it is on disk.
+
+        ``checksums``: CRC-32 of files, by path within, that are known already; the others are read.
+        """
         folder = self.checkpoint(step)
-        paths = [path for path in folder.rglob("*") if path.name != MANIFEST]
+        paths = sorted(path for path in folder.rglob("*") if path.name != MANIFEST)
         for path in [*paths, folder]:
             _flush(path)
-        files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(paths) if path.is_file()}
-        manifest = manifest.model_copy(update={"files": files})
-        write_atomically(folder / MANIFEST, manifest.model_dump_json(indent=1))
+        files = {str(path.relative_to(folder)): path for path in paths if path.is_file()}
+        sizes = {name: path.stat().st_size for name, path in files.items()}
+        known = {name: checksums[name] if name in checksums else crc_of_file(path) for name, path in files.items()}
+        manifest = manifest.model_copy(update={"files": sizes, "checksums": known})
+        write_atomically(folder / MANIFEST, sealed(manifest.model_dump()))
         write_atomically(self.checkpoints / "latest", f"step_{step}\n")
 
     def mark_best(self, accuracy: Mapping[int, float]) -> int | None:
@@ -200,25 +223,39 @@ class RunDirectory:
 
     def prune(self, keep_last: int, keep: Collection[int] = ()) -> list[str]:
         """Remove all but the newest ``keep_last`` complete checkpoints and those in ``keep``, and what interrupted
-        saves left behind before them; the same for exports, which are always whole. Returns a line for each folder that
-        cannot be removed (somebody reads it, another owner): nothing is lost by that."""
+        saves left behind before them; the same for exports, which are always whole. Of those that were abandoned, the
+        ``keep_last`` newest stay as well, the last attempt's first. Returns a line for each folder that cannot be
+        removed (somebody reads it, another owner): nothing is lost by that."""
         complete = self.complete_steps()
         kept, newest = {*complete[-keep_last:], *keep}, complete[-1] if complete else 0
         gone = [self.checkpoint(step) for step in self._steps() if step < newest and step not in kept]
         exported = _steps_in(self.exports)
         gone += [self.export(step) for step in exported if step not in {*exported[-keep_last:], *keep}]
+        gone += [*_abandoned(self.checkpoints)[:-keep_last], *_abandoned(self.exports)[:-keep_last]]
         return [line for folder in gone if (line := _remove(folder)) is not None]
+
+    def newer_than(self, step: int) -> list[int]:
+        """Steps of the checkpoints after ``step`` that were complete once."""
+        return [other for other in self._steps() if other > step and (self.checkpoint(other) / MANIFEST).exists()]
 
     def abandon_after(self, step: int, attempt: int) -> list[int]:
         """Move every checkpoint and export newer than ``step`` to a folder ``abandoned`` beside it: the run goes on
-        from ``step``, and they are of another future. Returns the steps of the checkpoints."""
-        newer = [other for other in self._steps() if other > step]
-        for parent in (self.checkpoints, self.exports):
+        from ``step``, and they are of another future. What interrupted saves left stays for the next save of the same
+        step, or for ``prune``. Returns the steps of the checkpoints that were moved. The oldest goes first, so that an
+        interrupted call leaves the run as it was, without some of its checkpoints; a second call does the rest."""
+        moved = self.newer_than(step)
+        for parent, steps in ((self.checkpoints, moved), (self.exports, _steps_in(self.exports))):
             folder = parent / "abandoned" / f"attempt_{attempt}"
-            for other in _steps_in(parent):
+            for other in steps:
                 if other > step:
                     folder.mkdir(parents=True, exist_ok=True)
                     os.replace(parent / f"step_{other}", folder / f"step_{other}")
-        if newer:
+        if moved:
             write_atomically(self.checkpoints / "latest", f"step_{step}\n")
-        return newer
+        return moved
+
+
+def _abandoned(parent: Path) -> list[Path]:
+    """Folders of ``parent``/abandoned/attempt_A/step_N, the oldest first."""
+    attempts = sorted((parent / "abandoned").glob("attempt_*"), key=lambda path: (len(path.name), path.name))
+    return [folder / f"step_{step}" for folder in attempts for step in _steps_in(folder)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 SHOWN = 8
+REMEDY = "download the model folder again in full (not as Git LFS pointers)"
 
 
 class ConversionError(ValueError):

@@ -18,11 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .errors import ConversionError, listed
+from .errors import REMEDY, ConversionError, listed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-REMEDY = "download the model folder again in full (not as Git LFS pointers)"
 _HEADER_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -102,6 +101,8 @@ class HFFolder:
             weight_map = _read_json(self.path / INDEX).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise ConversionError(f"{self.path / INDEX} has no weight_map: {REMEDY}")
+            if wrong := [name for name, file in weight_map.items() if not isinstance(file, str)]:
+                raise ConversionError(f"{self.path / INDEX} names no file for {listed(wrong)}: {REMEDY}")
             files = sorted(set(weight_map.values()))
             missing = [name for name in files if not (self.path / name).is_file()]
             if missing:
@@ -158,7 +159,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConversionError(f"{path} does not exist: give a Hugging Face model folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConversionError(f"{path} cannot be read as JSON ({error})") from None
     if not isinstance(value, dict):
         raise ConversionError(f"{path} holds {type(value).__name__}, expected a JSON object")

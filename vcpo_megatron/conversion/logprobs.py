@@ -12,16 +12,23 @@ from torch import Tensor
 from .errors import ConversionError
 
 #: Log-probs that rounding explains.
-TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
 
 def reference_logprobs(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """float32 [L - 1] for each prompt of L tokens: log-probs of tokens 1..L-1, in the dtype of the folder."""
+    """float32 [L - 1] for each prompt of L tokens: log-probs of tokens 1..L-1, in the dtype of the folder.
+
+    To be called before the learner has prepared this process for Megatron: on CPUs that replaces functions of torch
+    which transformers builds models by.
+    """
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+    except Exception as error:  # whatever a foreign configuration makes of another library
+        raise ConversionError(f"transformers cannot load {folder} ({type(error).__name__}: {error})") from None
     found = []
     with torch.inference_mode():
         for prompt in prompts:
@@ -31,31 +38,63 @@ def reference_logprobs(folder: Path, prompts: Sequence[Sequence[int]]) -> list[T
     return found
 
 
-def read_prompts(path: Path | None, tokenizer_folder: Path, vocab_size: int) -> list[list[int]]:
-    """Token ids of every prompt of a JSON-lines file ({"text": ...} or {"tokens": [...]}), or a fixed few."""
+def read_prompts(path: Path | None, tokenizer_folder: Path, vocab_size: int, longest: int) -> list[list[int]]:
+    """Token ids of every prompt of a JSON-lines file ({"text": ...} or {"tokens": [...]}), or a fixed few.
+
+    A prompt has 2 to ``longest`` tokens below ``vocab_size``. ConversionError names the file, the line and its fault.
+    """
     if path is None:
-        return [[(7919 * i + 31 * start) % vocab_size for i in range(16)] for start in range(3)]
-    prompts = []
+        return [[(7919 * i + 31 * start) % vocab_size for i in range(min(16, longest))] for start in range(3)]
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
-        raise ConversionError(f"{path}: not readable as JSON lines ({error})") from None
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not ({"text", "tokens"} & row.keys()):
-            raise ConversionError(f'{path}: line {number} has neither "text" nor "tokens"')
-        tokens = row["tokens"] if "tokens" in row else _encode(tokenizer_folder, row["text"])
-        if len(tokens) < 2 or not all(isinstance(token, int) and 0 <= token < vocab_size for token in tokens):
-            raise ConversionError(f"{path}: line {number} needs at least 2 tokens below {vocab_size}")
-        prompts.append(list(tokens))
+        raise ConversionError(f"{path} cannot be read ({error})") from None
+    prompts = [
+        _prompt(line, f"{path}:{number}", tokenizer_folder, vocab_size, longest)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not prompts:
         raise ConversionError(f"{path} holds no prompt")
     return prompts
 
 
-def _encode(folder: Path, text: str) -> list[int]:
+def _prompt(line: str, place: str, tokenizer_folder: Path, vocab_size: int, longest: int) -> list[int]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{place}: no JSON ({error})") from None
+    if not isinstance(row, dict) or len({"text", "tokens"} & row.keys()) != 1:
+        raise ConversionError(f'{place}: expected an object with either "text" or "tokens"')
+    if "text" in row and not isinstance(row["text"], str):
+        raise ConversionError(f'{place}: "text" is {_shown(row["text"])}, not a string')
+    tokens = row["tokens"] if "tokens" in row else _encode(tokenizer_folder, row["text"], place)
+    if not isinstance(tokens, list):
+        raise ConversionError(f'{place}: "tokens" is {_shown(tokens)}, not a list of token ids')
+    for at, token in enumerate(tokens):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise ConversionError(f"{place}: token {at} is {_shown(token)}, not an id from 0 to {vocab_size - 1}")
+    if not 2 <= len(tokens) <= longest:
+        raise ConversionError(f"{place}: {len(tokens)} tokens, where 2 to {longest} are needed")
+    return tokens
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _encode(folder: Path, text: str, place: str) -> list[int]:
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise ConversionError(f"{file} is needed for prompts given as text")
-    return list(Tokenizer.from_file(str(file)).encode(text).ids)
+        raise ConversionError(f"{place}: prompts given as text need {file}, which does not exist")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConversionError(f"{file} cannot be read ({error})") from None
+    try:
+        return list(tokenizer.encode(text).ids)
+    except Exception as error:  # as above
+        raise ConversionError(f"{place}: {file} cannot encode the text ({error})") from None

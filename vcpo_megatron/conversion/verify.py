@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config.model_families import tensors
 from .families import open_model
-from .hf import HFFolder
+from .hf import DTYPES, HFFolder
 from .shards import unconsumed
 
 #: Keys of config.json that do not change the function a model computes.
@@ -28,6 +28,11 @@ class Tensors(Protocol):
     """A model's tensors by their Hugging Face names, read one at a time."""
 
     config: Mapping[str, Any]
+
+    @property
+    def computes_in(self) -> torch.dtype:
+        """Dtype of parameters and activations when log-probs are computed."""
+        ...
 
     def order(self) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes, in the order in which they are read best."""
@@ -45,6 +50,13 @@ class FolderTensors:
         family, self._shape = open_model(self.config)
         unconsumed(self._folder, family, self._shape)
 
+    @property
+    def computes_in(self) -> torch.dtype:
+        """transformers takes what config.json states, or else the dtype of the first tensor."""
+        stated = self.config.get("dtype") or self.config.get("torch_dtype")
+        found = getattr(torch, stated, None) if stated else self._folder.dtype("model.embed_tokens.weight")
+        return found if found in DTYPES else torch.float32
+
     def order(self) -> Mapping[str, tuple[int, ...]]:
         return tensors(self._shape)
 
@@ -54,7 +66,7 @@ class FolderTensors:
 
 @dataclass(frozen=True)
 class Same:
-    """What was compared: tensors, bytes, and the SHA-256 over all names and values, equal on both sides."""
+    """What was compared: tensors, bytes, and the SHA-256 over all names and values in order of names."""
 
     tensors: int
     bytes: int
@@ -69,7 +81,7 @@ def compare(a: Tensors, b: Tensors, *, cast: bool = False) -> Same | str:
     for here, there, side in ((ours, theirs, "A"), (theirs, ours, "B")):
         if only := [name for name in here if name not in there]:
             return f"{only[0]} is only in {side} ({len(only)} such tensors)"
-    digest, size = hashlib.sha256(), 0
+    digests, size = dict[str, bytes](), 0
     for name, shape in ours.items():
         if shape != theirs[name]:
             return f"{name} has shape {list(shape)} in A and {list(theirs[name])} in B"
@@ -80,12 +92,12 @@ def compare(a: Tensors, b: Tensors, *, cast: bool = False) -> Same | str:
             narrow = min((left.dtype, right.dtype), key=lambda kind: (kind.itemsize, kind is torch.float16))
             left, right = left.to(narrow), right.to(narrow)
         if not torch.equal(left, right):
-            return _values_difference(name, left, right) + _elsewhere(name, left, shape, b, cast=cast)
+            return _values_difference(name, left, right) + _elsewhere(name, left, shape, a, b, cast=cast)
         data = left.contiguous().view(torch.uint8).numpy()
-        digest.update(name.encode())
-        digest.update(data.reshape(-1).data)
+        digests[name] = hashlib.sha256(data.reshape(-1).data).digest()
         size += data.size
-    return Same(len(ours), size, digest.hexdigest())
+    whole = hashlib.sha256(b"".join(name.encode() + digests[name] for name in sorted(digests)))
+    return Same(len(ours), size, whole.hexdigest())
 
 
 def compare_logprobs(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> float | str:
@@ -130,12 +142,18 @@ def _values_difference(name: str, left: Tensor, right: Tensor) -> str:
     )
 
 
-def _elsewhere(name: str, wanted: Tensor, shape: tuple[int, ...], b: Tensors, *, cast: bool) -> str:
-    """Where B holds the values that A has under ``name``: the sign of a permutation, within one layer."""
+def _elsewhere(name: str, wanted: Tensor, shape: tuple[int, ...], a: Tensors, b: Tensors, *, cast: bool) -> str:
+    """Where B holds the values that A has under ``name``: the sign of a permutation, within one layer.
+
+    Where A has the same values (two norms of ones) nothing has moved.
+    """
     layer = ".".join(name.split(".")[:3])
+
+    def is_wanted(found: Tensor) -> bool:
+        return torch.equal(found.to(wanted.dtype) if cast else found, wanted)
+
     for other, size in b.order().items():
         if other != name and size == shape and other.startswith(layer + "."):
-            found = b.tensor(other)
-            if torch.equal(found.to(wanted.dtype) if cast else found, wanted):
+            if is_wanted(b.tensor(other)) and not is_wanted(a.tensor(other)):
                 return f"; B has the values of A under {other}"
     return ""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from ..config.load import dump_resolved
 from ..config.models import RunConfig
-from ..config.process import ERROR_PREFIX, ProcessContext
+from ..config.process import ERROR_PREFIX, WARNING_PREFIX, ProcessContext
 from ..config.run_directory import RunDirectory, write_atomically
 from ..observability.progress import Progress
 from ..observability.sinks import JsonlFollower, read_rows
@@ -32,6 +32,7 @@ from .devices import visible_gpus
 from .placement import MODULES, PlacementError, Plan, Process, plan_local
 from .ports import PortError, Ports, choose_ports
 from .supervision import Child, Ending, Supervisor, caught_signals, no_orphans
+from .warnings import LogWarnings
 
 HOST = "127.0.0.1"
 
@@ -83,17 +84,20 @@ def _run_locked(
     if not options.resume:
         workspace.refuse_used(directory)
     context = _context(directory, plan, ports, options)
-    write_atomically(directory.resolved, dump_resolved(config))
+    directory.proposed.unlink(missing_ok=True)
+    write_atomically(directory.proposed if options.resume else directory.resolved, dump_resolved(config))
     progress = Progress(config.train.steps, first_step=context.resume_step or 0)
     follower = JsonlFollower(directory.metrics)
     follower.poll()  # rows of an earlier attempt: the orchestrator is about to cut them back
 
+    logs = [LogWarnings(directory.path / process.log) for process in (plan.orchestrator, plan.learners[0])]
+
     def watch() -> None:
         for row in follower.poll():
             progress.show(row)
-            if row["step"] >= progress.first_step and math.isnan(row.get("eval/accuracy", 0.0)):
-                progress.say(f"evaluation of version {row.get('eval/version')}: every sample failed; see "
-                             f"{directory.log('orchestrator', 0)}")  # fmt: skip
+        for log in logs:
+            for line in log.poll():
+                progress.say(line)
 
     with caught_signals() as signals, no_orphans(), _guarded(context.token), contextlib.closing(progress):
         children = [_start(process, plan, ports, context, command) for process in (plan.orchestrator, *plan.learners)]
@@ -114,12 +118,13 @@ def _context(directory: RunDirectory, plan: Plan, ports: Ports, options: Options
         print(f"{directory.path}: starting at step 0; what every process says is in logs/", flush=True)
     else:
         for damaged in workspace.skipped_checkpoints(directory) if options.from_step is None else ():
-            print(f"vcpo: warning: {damaged} and is skipped", file=sys.stderr, flush=True)
+            print(f"{WARNING_PREFIX}{damaged} and is skipped", file=sys.stderr, flush=True)
         where = "no complete checkpoint yet: starting at step 0" if step is None else f"resuming from step_{step}"
         print(f"{directory.path}: {where}", flush=True)
-    if step is not None and (left := directory.abandon_after(step, attempt)):
-        names = ", ".join(f"step_{other}" for other in left)
-        print(f"newer checkpoints, now in checkpoints/abandoned/attempt_{attempt}: {names}", flush=True)
+    if step is not None and (newer := directory.newer_than(step)):
+        names = ", ".join(f"step_{other}" for other in newer)
+        print(f"newer checkpoints move to checkpoints/abandoned/attempt_{attempt} when the run goes on: {names}",
+              flush=True)  # fmt: skip
     return ProcessContext(
         run_dir=directory.path,
         attempt=attempt,
@@ -196,15 +201,15 @@ def _complain(message: str) -> None:
 def _report(ending: Ending, config: RunConfig, directory: RunDirectory) -> None:
     """The last lines of a run: what happened, what was reached, how to go on."""
     for warning in ending.warnings:
-        print(f"vcpo: warning: {warning}", file=sys.stderr, flush=True)
+        print(f"{WARNING_PREFIX}{warning}", file=sys.stderr, flush=True)
     if ending.error is not None:
         _complain(ending.error + workspace.full_disk(directory))
     rows = read_rows(directory.metrics)
     done = int(rows[-1]["step"]) + 1 if rows else 0
     newest = workspace.newest_checkpoint(directory) or 0
     if ending.exit_code == 0 and done < newest:
-        print(f"vcpo: warning: {directory.metrics} holds {done} of {newest} steps: it was removed or changed while the "
-              "run wrote it", file=sys.stderr, flush=True)  # fmt: skip
+        print(f"{WARNING_PREFIX}{directory.metrics} holds {done} of {newest} steps: it was removed or changed while "
+              "the run wrote it", file=sys.stderr, flush=True)  # fmt: skip
     parts = [f"{done} of {config.train.steps} steps"]
     evaluated = [row for row in rows if math.isfinite(row.get("eval/accuracy", math.nan))]
     if evaluated:

@@ -79,10 +79,14 @@ def _attempts(directory: RunDirectory) -> Path:
 
 
 def next_attempt(directory: RunDirectory) -> int:
-    """Count one more attempt, durably, and return its number, from 1. Call it with the lock held."""
+    """Count one more attempt, durably, and return its number, from 1. Call it with the lock held.
+
+    Versions are named by it: where the count is lost, it goes on after that of the newest checkpoint.
+    """
     path = _attempts(directory)
     try:
-        attempt = int(path.read_text()) + 1 if path.exists() else 1
+        known = max((directory.manifest(step).attempt for step in directory.complete_steps()), default=0)
+        attempt = max(int(path.read_text()) if path.exists() else 0, known) + 1
     except ValueError as error:
         raise RunDirectoryError(f"{path} holds no number; write the number of attempts made so far") from error
     write_atomically(path, f"{attempt}\n")

@@ -15,14 +15,16 @@ import dataclasses
 import shutil
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 
+from ..config.integrity import changed_files
 from ..config.models import RunConfig
+from ..config.process import WARNING_PREFIX
 from ..config.run_directory import Manifest, RunDirectory
 from ..types import PolicyVersion
 from . import rng
@@ -33,6 +35,8 @@ from .parallel import Parallel
 from .saving import BackgroundSave, write_by_threads
 from .step_size import EssState
 from .training import Trainable
+
+_T = TypeVar("_T")
 
 #: Tensors of a parameter's shape, so that any layout reads what a sharded optimizer wrote; and the same names
 #: whether experts have an optimizer of their own (expert parallelism) or not.
@@ -95,9 +99,10 @@ class Checkpoints:
         saving, self._saving = self._saving, None
         with writing(self._directory.checkpoint(saving.manifest.step)):
             saving.save.finish()
-            self._barrier()
+            of_ranks = self._of_all_ranks(saving.save.checksums)
             if self._parallel.rank == 0:
-                self._directory.complete(saving.manifest.step, saving.manifest)
+                known = {name: crc for checksums in of_ranks for name, crc in checksums.items()}
+                self._directory.complete(saving.manifest.step, saving.manifest, known)
         return saving.manifest.step, time.perf_counter() - saving.started
 
     def _written_everywhere(self, save: BackgroundSave) -> bool:
@@ -115,6 +120,7 @@ class Checkpoints:
                      if saved.get(key) != current[key]]  # fmt: skip
         if differing:
             raise CheckpointError(f"{path} does not fit this run: {'; '.join(differing)}")
+        self._verify(step, manifest)
         prepare_to_load(self._trainable.optimizer)
         with reading(path):
             state = dist_checkpointing.load(self._state(loading=True), str(path))
@@ -126,6 +132,31 @@ class Checkpoints:
         if manifest.learner.get("layout") == self._layout():
             rng.load(self._directory.checkpoint(step) / "rng", self._parallel.rank)
         return EssState(**manifest.learner["ess"])
+
+    def _verify(self, step: int, manifest: Manifest) -> None:
+        """Every file of checkpoint ``step`` is what was written: each is read by one of the ranks. CheckpointError on
+        all ranks when one is not."""
+        path, rank = self._directory.checkpoint(step), self._parallel.rank
+        if not manifest.checksums:
+            if rank == 0:
+                print(f"{WARNING_PREFIX}{path} was written by an earlier version, without checksums: whether its files "
+                      "have changed is not known", flush=True)  # fmt: skip
+            return
+        mine = changed_files(path, manifest.checksums, rank, self._parallel.world_size)
+        changed = [phrase for phrases in self._of_all_ranks(mine) for phrase in phrases]
+        if not changed:
+            return
+        earlier = [other for other in self._directory.complete_steps() if other < step]
+        back = f"resume from an earlier checkpoint with --from-step {earlier[-1]}" if earlier else "start a new run"
+        raise CheckpointError(
+            f"checkpoint {path} has changed since it was written: {'; '.join(changed[:3])}"
+            f"{f' and {len(changed) - 3} more' if len(changed) > 3 else ''}; put its files back, or {back}"
+        )
+
+    def _of_all_ranks(self, mine: _T) -> list[_T]:
+        found: list[Any] = [None] * self._parallel.world_size
+        dist.all_gather_object(found, mine, group=self._parallel.command_group)
+        return found
 
     def _state(self, *, loading: bool) -> dict[str, Any]:
         state: dict[str, Any] = {key: chunk.sharded_state_dict() for key, chunk in self._chunks().items()}

@@ -12,6 +12,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..config.text import one_line
+
 #: With less than this free a failed write is put down to the full disk, in bytes.
 _FULL = 16 * 2**20
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
@@ -61,4 +63,4 @@ def _is_full(path: Path, error: BaseException) -> bool:
 
 
 def _shown(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {one_line(error)}"

@@ -60,7 +60,7 @@ class CheckpointFiles:
             backend = json.loads((path / CONFIG).read_text()).get("sharded_backend")
             with open(path / METADATA, "rb") as file:
                 metadata = _MetadataUnpickler(file).load()
-        except (OSError, ValueError, AttributeError, EOFError, pickle.UnpicklingError) as error:
+        except (OSError, ValueError, AttributeError, EOFError, RecursionError, pickle.UnpicklingError) as error:
             raise ConversionError(f"{path}: its metadata cannot be read ({' '.join(str(error).split())})") from None
         if backend != "torch_dist":
             raise ConversionError(f"{path}: the format {backend!r} is not supported, only 'torch_dist'")
@@ -194,8 +194,8 @@ class CheckpointWriter:
         leading = (1,) * len(place.index)
         try:
             torch.save(piece.reshape(*leading, *piece.shape), stream)
-        except RuntimeError as error:  # torch's own, where the stream's says why
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        except RuntimeError as error:  # torch's own, where the stream's says why, or Ctrl-C came within it
+            raise error.__context__ if isinstance(error.__context__, OSError | KeyboardInterrupt) else error from None
         self.entries.append(
             [place.key, file, [*place.index, *offsets], start, stream.tell() - start, [*leading, *piece.shape],
              [*place.stack, *size], str(piece.dtype).removeprefix("torch.")]

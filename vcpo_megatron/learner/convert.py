@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config.integrity import changed_files
 from ..config.load import ConfigError, load_resolved
 from ..config.model_families import tensors
-from ..config.run_directory import RunDirectory
+from ..config.run_directory import MANIFEST as RUN_MANIFEST
+from ..config.run_directory import RunDirectory, read_manifest
+from ..config.text import one_line
 from ..conversion.errors import ConversionError, listed
 from ..conversion.families import Family, ModelShape, open_model
 from ..conversion.hf import HFFolder
@@ -50,10 +53,12 @@ class Layout:
         """ConversionError naming every size that the layout does not divide."""
         experts = shape.experts.count if shape.experts else 1
         latent = shape.latent.cut_rows if shape.latent else ()
+        own_keys = shape.num_key_value_heads if shape.num_key_value_heads != shape.num_attention_heads else 0
+        dense = any(not shape.is_moe(layer) for layer in range(shape.num_layers))
         sizes = [
             (self.tensor, shape.num_attention_heads, "attention heads", "--tensor"),
-            (self.tensor, shape.num_key_value_heads, "key-value heads", "--tensor"),
-            (self.tensor, shape.ffn_hidden_size, "units of the MLP", "--tensor"),
+            (self.tensor, own_keys, "key-value heads", "--tensor"),
+            (self.tensor, shape.ffn_hidden_size if dense else 0, "units of the MLP", "--tensor"),
             (self.tensor, shape.experts.shared_ffn_hidden_size if shape.experts else 0, "units of the shared expert",
              "--tensor"),
             *((self.tensor, rank, "rows of a latent projection", "--tensor") for rank in latent),
@@ -98,7 +103,12 @@ def import_hf(
     with HFFolder(source) as folder:
         family, shape = open_model(folder.config)
         skipped = unconsumed(folder, family, shape)
-        padded = -(-shape.vocab_size // vocab_multiple) * vocab_multiple
+        if vocab_multiple > shape.largest_vocab_multiple:
+            raise ConversionError(
+                f"--vocab-multiple {vocab_multiple}: most of the vocabulary, which has {shape.vocab_size} rows, would "
+                f"be padding; give at most {shape.largest_vocab_multiple}"
+            )
+        padded = shape.padded_vocabulary(vocab_multiple)
         layout.check(shape, padded)
         kind = DTYPES[dtype] if dtype else _one_dtype(folder, family, shape)
         manifest = {
@@ -106,13 +116,15 @@ def import_hf(
             "padded_vocabulary": padded, "dtype": str(kind).removeprefix("torch."), "layout": asdict(layout),
         }  # fmt: skip
         names = family.megatron_names(shape)
-        total = sum(torch.Size(size).numel() for size in tensors(shape).values()) * kind.itemsize
+        padding = (padded - shape.vocab_size) * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+        total = (sum(torch.Size(size).numel() for size in tensors(shape).values()) + padding) * kind.itemsize
+        carried = carried_files(source)
         plan = {**manifest, "source": str(source.absolute()), "files": fingerprint(source)}
-        partial = Partial(out, plan, total)
+        partial = Partial(out, plan, total, [source])
         with partial.guarded():
             _write_parameters(folder, family, shape, layout, padded, kind, names, partial, total, progress)
             (partial.path / HF_PART).mkdir(exist_ok=True)
-            for path in carried_files(source):
+            for path in carried:
                 shutil.copyfile(path, partial.path / HF_PART / path.name)
             (partial.path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
             partial.finish()
@@ -139,8 +151,8 @@ def _write_parameters(
                 recorded, unsynced = len(writer.entries), 0
         writer.finish()
     finally:
+        progress.end()
         writer.close()
-    progress.end()
 
 
 def _write_one(
@@ -183,6 +195,7 @@ class OpenedCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path, self.hf = _locate(path)
+        _require_unchanged(self.path)
         self.files = CheckpointFiles(self.path)
         self.config = _json(self.hf / "config.json")
         self.family, self.shape = open_model(self.config)
@@ -191,6 +204,11 @@ class OpenedCheckpoint:
         self.dtype = self._one_dtype()
         self._owner = {hf: name for name in self.names for hf in self.family.sources(name, self.shape)}
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
+
+    @property
+    def computes_in(self) -> torch.dtype:
+        """Dtype of parameters and activations when log-probs are computed."""
+        return self.dtype
 
     def order(self) -> dict[str, tuple[int, ...]]:
         """HF names and shapes in the order in which they are read best."""
@@ -255,7 +273,8 @@ def export_hf(
     total = sum(torch.Size(size).numel() * dtypes[hf].itemsize for hf, size in order.items())
     plan = {"source": str(opened.path.absolute()), "files": fingerprint(opened.path), "dtype": str(kind),
             "max_file_bytes": max_file_bytes}  # fmt: skip
-    partial = Partial(out, plan, total)
+    carried_files(opened.hf)  # what is wrong with them is said before the work
+    partial = Partial(out, plan, total, [source, opened.path, opened.hf])
     with partial.guarded():
         done = partial.steps[-1]["done"] if partial.steps else 0
         begun = len({hf for name in opened.names[:done] for hf in opened.family.sources(name, opened.shape)})
@@ -275,8 +294,8 @@ def export_hf(
                     unsynced = 0
             writer.finish()
         finally:
+            bar.end()
             writer.close()
-        bar.end()
         finish_folder(partial.path, opened.hf, opened.config, kind)
         partial.finish()
 
@@ -285,6 +304,18 @@ def _require_range(tensor: Tensor, kind: torch.dtype, name: str) -> None:
     """Finite values must stay finite in another dtype."""
     if tensor.dtype != kind and not bool(tensor.to(kind).isfinite().all()):
         raise ConversionError(f"{name} overflows {str(kind).removeprefix('torch.')}")
+
+
+def _require_unchanged(path: Path) -> None:
+    """The files of a run's checkpoint are what the run wrote; ConversionError names those that are not."""
+    if not (path / RUN_MANIFEST).is_file():
+        return
+    try:
+        changed = changed_files(path, read_manifest(path).checksums)
+    except ValueError as error:
+        raise ConversionError(f"{path / RUN_MANIFEST} is damaged: {one_line(error)}") from None
+    if changed:
+        raise ConversionError(f"{path} has changed since it was written: {listed(changed)}; take another checkpoint")
 
 
 def _locate(path: Path) -> tuple[Path, Path]:
@@ -310,7 +341,7 @@ def _locate(path: Path) -> tuple[Path, Path]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConversionError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ConversionError(f"{path} holds no JSON object")

@@ -72,7 +72,7 @@ def write_folder(
     Replaces a folder of the same name (a step that is taken again after a resume), and removes what an interrupted
     export left behind. ConversionError leaves nothing.
     """
-    for stale in (out, *out.parent.glob("*.partial")):
+    for stale in (out, *out.parent.glob("step_*.partial")):
         shutil.rmtree(stale, ignore_errors=True)
     outline = family.outline(shape, dtype)
     sizes = {name: size for name, (size, _) in outline.items()}

@@ -1,7 +1,7 @@
 """Megatron's GPTModel for a Hugging Face model, with the weights of this rank's shard.
 
-The local layer spec is used with two modules of our own (layers.py); TransformerConfig keeps every
-fusion off that would hide a layer's input from the per-trajectory gradients.
+``layer_specs`` chooses the layers; TransformerConfig keeps every fusion off that would hide a layer's input from the
+per-trajectory gradients.
 """
 
 from __future__ import annotations
@@ -12,13 +12,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from ..config.experts import Experts
@@ -27,8 +23,8 @@ from ..conversion.families import Family, ModelShape, open_model
 from ..conversion.hf import HFFolder
 from ..conversion.shards import load_shard, unconsumed
 from . import platform
-from .latent import LatentNorm, LatentSelfAttention, latent_options
-from .layers import PackedAttention, RMSNorm
+from .latent import latent_options
+from .layer_specs import block_spec, engine_options
 from .parallel import Parallel
 from .rope import attention_scale, inverse_frequencies
 
@@ -69,8 +65,6 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
         moe_token_dispatcher_type=config.parallel.expert_dispatcher,
         # the schedule must not rescale: losses are normalised over the global batch by us
         calculate_per_token_loss=True,
-        # of a plain backward only: where trajectories are separated, ``weight_gradients`` forms the product
-        gradient_accumulation_fusion=platform.kernels().adds_products,
         # fusions would hide layer inputs
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
@@ -83,6 +77,11 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
             else latent_options(shape.latent, shape.rope)
         ),
         **(_expert_options(config, shape, shape.experts) if shape.experts is not None else {}),
+        **{
+            # of a plain backward only: where trajectories are separated, ``weight_gradients`` forms the product
+            "gradient_accumulation_fusion": platform.kernels().adds_products,
+            **engine_options(config.model),
+        },
     )
 
 
@@ -150,38 +149,9 @@ def _layout_options(config: RunConfig) -> dict[str, Any]:
     return options
 
 
-def _block_spec(config: TransformerConfig, shape: ModelShape, stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage; ``stage`` numbers the rank's virtual stages, None without."""
-    first = get_transformer_layer_offset(config, vp_stage=stage)
-    layers = [
-        _layer_spec(config, config.num_moe_experts if shape.is_moe(first + layer) else None)
-        for layer in range(get_num_layers_to_build(config, vp_stage=stage))
-    ]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-
-
-def _layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    is_latent = isinstance(config, MLATransformerConfig)
-    layer = get_gpt_layer_local_spec(
-        num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm", qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=is_latent,
-    )  # fmt: skip
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if is_latent:
-        layer.submodules.self_attention.module = LatentSelfAttention
-        attention.q_layernorm = attention.kv_layernorm = LatentNorm
-    elif config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer
-
-
 def padded_vocabulary(config: RunConfig, shape: ModelShape) -> int:
     """Vocabulary size rounded up to ``model.vocab_multiple``."""
-    multiple = config.model.vocab_multiple
-    return -(-shape.vocab_size // multiple) * multiple
+    return shape.padded_vocabulary(config.model.vocab_multiple)
 
 
 def global_name(chunk: GPTModel, name: str) -> str:
@@ -223,7 +193,7 @@ def build_network(config: RunConfig, parallel: Parallel, family: Family, shape: 
         stage = number if parallel.virtual_size > 1 else None
         model = GPTModel(
             config=megatron,
-            transformer_layer_spec=_block_spec(megatron, shape, stage),
+            transformer_layer_spec=block_spec(megatron, config.model, shape, stage),
             vocab_size=padded_vocabulary(config, shape),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .packing import Pack
 from .parallel import Parallel
+from .per_pack import PerPack
 
 
 class RoutingReplay:
@@ -30,34 +31,20 @@ class RoutingReplay:
         self._layers = [router.layer_number - 1 for router in routers]  # counted over all pipeline stages
         self._parallel = parallel
         self._device = device
-        #: int64 [T, routers of this rank, k] of the pack that is being computed (or computed once more), or None.
-        self.current: Tensor | None = None
+        #: int64 [T, routers of this rank, k], or None.
+        self.experts: PerPack[Tensor] = PerPack()
         for place, router in enumerate(routers):
             router.router_replay = _LayerReplay(self, place)
 
     def during(self, pack: Pack, forward: Callable[[], Tensor]) -> Tensor:
         """The output of ``forward``; layers that are computed once more in its backward follow the record as well."""
-        experts = None if pack.experts is None else self._own(pack.experts)
-        self.current = experts
-        output = forward()
-        self.current = None
-        if output.requires_grad:
-            output.register_hook(lambda _: self._until_backward_ends(experts))
-        return output
+        return self.experts.during(None if pack.experts is None else self._own(pack.experts), forward)
 
     def _own(self, experts: Tensor) -> Tensor:
         """Of the layers and, under sequence parallelism, the tokens of this rank."""
         if self._parallel.sequence_parallel:
             experts = experts.chunk(self._parallel.tensor_size)[self._parallel.tensor_rank]
         return experts[:, self._layers].to(self._device, torch.int64)
-
-    def _until_backward_ends(self, experts: Tensor | None) -> None:
-        self.current = experts
-
-        def end() -> None:
-            self.current = None
-
-        torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
 class _LayerReplay:
@@ -73,9 +60,9 @@ class _LayerReplay:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Scores [T, k] and numbers int64 [T, k] of the experts of each token; ``scores`` is [T, experts]."""
         own, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
-        if self._replay.current is None:
+        if self._replay.experts.current is None:
             return own, chosen
-        recorded = self._replay.current[:, self._place]
+        recorded = self._replay.experts.current[:, self._place]
         chosen = torch.where(recorded >= 0, recorded, chosen)
         order = scores.detach().gather(1, chosen).argsort(dim=1, descending=True, stable=True)
         chosen = chosen.gather(1, order)

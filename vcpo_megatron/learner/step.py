@@ -18,27 +18,29 @@ How b_g meets the gradient is the mode's business:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
-from ..algorithm import importance
 from ..config.models import RunConfig
 from ..types import Batch, PolicyVersion, StepResult
 from . import platform
 from .leaving import Forward, Leaving, ReplicaLeft
+from .load_balance import LoadBalance
 from .log_ratios import LogRatioExchange
-from .logprobs import squared_score_norms, token_logprobs
-from .mismatch import mismatch_metrics, pack_mismatch
+from .mismatch import mismatch_metrics
 from .objective import Objective
 from .opob_sums import Bucket, DeferredGradients, GroupNorms, OpobSums
+from .pack_terms import PackTerms
 from .packing import Pack, batch_rows
 from .parallel import Parallel, agree_equal, agree_sum
-from .regularizers import ReferenceWeights, regularizer
+from .regularizers import ReferenceWeights
 from .results import RowTable, step_metrics, trajectory_results
 from .routing import RoutingReplay
 from .schedule import ForwardStep, Loss, as_loss, forward_tokens, run_schedule
@@ -75,11 +77,10 @@ class VcpoStep:
             print(f"kl_reference: {self._reference.bytes:,} bytes of host memory on rank 0", flush=True)
         replayed = config.rollout.routing_replay
         self._replay = RoutingReplay(trainable.chunks, parallel, self._device) if replayed else None
+        weight, layers = algorithm.global_aux_loss, trainable.shape.num_layers
+        self._balance = LoadBalance(trainable.chunks, weight, layers, parallel) if weight > 0 else None
         self._objective: Objective  # of the batch at hand
-        self._table = RowTable(0)
-        self._reference_logprobs: dict[int, torch.Tensor] = {}
-        self._proxy = torch.zeros(0, dtype=torch.float64)
-        self._token_ratios: dict[int, torch.Tensor] = {}
+        self._terms: PackTerms  # the same
         self._messages = LogRatioExchange(parallel, self._device)
         self._leaving = Leaving(parallel, leave_asked)
 
@@ -105,6 +106,10 @@ class VcpoStep:
     def accumulators(self) -> int:
         """Gradient-sized accumulators that this rank holds for the baseline."""
         return 0 if self._groups is None else self._groups.accumulators
+
+    @property
+    def _table(self) -> RowTable:
+        return self._terms.table
 
     # --- the method ---------------------------------------------------------------------------
 
@@ -143,7 +148,7 @@ class VcpoStep:
             ess_ratio_truncated=batch_ess_ratio(table.log_ratio, "truncated", algorithm.is_threshold),
             ess_scale=scale, learning_rate=learning_rate, total_norm=total_norm, skipped=bool(skipped),
             seconds=seconds,
-        ) | mismatch_metrics(table)  # fmt: skip
+        ) | mismatch_metrics(table) | ({} if self._balance is None else self._balance.metrics)  # fmt: skip
         return StepResult(batch.step, version, skipped, metrics, trajectory_results(table, facts, weights, batch))
 
     def _gradient(self, silent: Sequence[Pack], packs: Sequence[Pack], buckets: Sequence[Bucket]) -> None:
@@ -151,6 +156,7 @@ class VcpoStep:
         everything, algorithm = [*silent, *packs], self.config.algorithm
         if self._objective.row.statistic:
             self._find_statistic(everything)
+        self._count_experts_tokens(everything)  # as above, before a replica may leave without the others
         self._score_by_reference(everything)
         if not self._objective.row.statistic:
             self._schedule(silent, self._forward_scoring, forward_only=True)
@@ -158,12 +164,12 @@ class VcpoStep:
             self._schedule(self._cut_groups(packs), self._forward_scoring, forward_only=True)
         if self._mode in ("accumulate", "deferred"):
             if algorithm.regularized:
-                self._schedule(everything, self._forward_regularizer)
+                self._schedule_balanced(everything, self._forward_regularizer)
             return self._exact_backward(packs, buckets)
         if self._mode == "two_pass":
             self._exact_backward(packs, [])
         whole = algorithm.regularized or algorithm.row.whole_batch
-        self._schedule(everything if whole else packs, self._forward_plain)
+        self._schedule_balanced(everything if whole else packs, self._forward_plain)
         self._start_reductions(buckets)
 
     def _start_reductions(self, buckets: Sequence[Bucket]) -> None:
@@ -187,13 +193,8 @@ class VcpoStep:
     def _found(self, group: int, rows: Sequence[int], norms: torch.Tensor) -> torch.Tensor:
         """The baselines of a group whose exact |g_i| are known."""
         self._table.record_norms(rows, norms.cpu())
-        self._record_baselines(rows, norms.cpu())
+        self._terms.record_baselines(list(rows), norms.cpu())
         return norms
-
-    def _record_baselines(self, rows: Sequence[int], norms: torch.Tensor) -> None:
-        index = list(rows)
-        fallbacks = self._objective.find_baselines(index, self._table.log_ratio[index], norms)
-        self._table.record_baselines(index, self._objective.baselines[index], fallbacks > 0)
 
     # --- plan ---------------------------------------------------------------------------------
 
@@ -202,8 +203,10 @@ class VcpoStep:
         self._objective = Objective(
             config.algorithm, groups, config.rollout.max_new_tokens, self.ess_state.previous_ratio
         )
-        self._table = RowTable(len(self._objective.facts.rewards))
-        self._proxy = torch.full((len(self._objective.facts.rewards),), math.nan, dtype=torch.float64)
+        self._terms = PackTerms(
+            config, self.parallel, self._messages, self._objective, self.trainable.shape.vocab_size,
+            estimates_norms=self._mode == "proxy",
+        )  # fmt: skip
         return StepPlan.of(groups, self._objective.scales, config, self.parallel, self._device, version)
 
     def _group_size(self, pack: Pack) -> int:
@@ -231,20 +234,33 @@ class VcpoStep:
 
     def _score_by_reference(self, packs: Sequence[Pack]) -> None:
         """log-probs of the reference policy, by one forward with its weights in place of the model's."""
-        self._reference_logprobs.clear()
         if self._reference is not None:
             with self._reference.swapped():
                 self._schedule(packs, self._forward_reference, forward_only=True)
 
+    def _schedule_balanced(self, packs: Sequence[Pack], forward: Forward) -> None:
+        """With the gradient of the experts' load-balancing loss, if there is one."""
+        with contextlib.nullcontext() if self._balance is None else self._balance.passes("pull"):
+            self._schedule(packs, forward)
+
+    def _count_experts_tokens(self, packs: Sequence[Pack]) -> None:
+        """A forward of the whole batch that counts, where the load-balancing loss asks for it."""
+        balance, experts = self._balance, self.trainable.shape.experts
+        if balance is None or experts is None:
+            return
+        with balance.passes("count"):
+            left = self._leaving.leaves(lambda: self._schedule(packs, self._forward_counting, forward_only=True))
+        if balance.agree(experts.count, left):
+            raise ReplicaLeft
+
     def _find_statistic(self, packs: Sequence[Pack]) -> None:
         """A forward of the whole batch for the one number that the method's row asks for, the same on all ranks."""
-        self._token_ratios.clear()
         left = self._leaving.leaves(lambda: self._schedule(packs, self._forward_scoring, forward_only=True))
         ratios = torch.zeros(int(self._objective.facts.sampled_tokens.sum()) + 1, dtype=torch.float64)
         ratios[-1] = float(left)  # all ranks take part in the sum below, and learn it there
         if self.parallel.speaks_for_trajectories:
             starts = self._objective.facts.sampled_tokens.cumsum(0) - self._objective.facts.sampled_tokens
-            for row, values in self._token_ratios.items():
+            for row, values in self._terms.token_ratios.items():
                 ratios[int(starts[row]) : int(starts[row]) + len(values)] = values
         agree_sum(ratios, self.parallel)
         if ratios[-1] > 0:
@@ -252,21 +268,25 @@ class VcpoStep:
         self._objective.set_statistic(ratios[:-1])
 
     def _output(self, pack: Pack, model: torch.nn.Module) -> torch.Tensor:
-        def forward() -> torch.Tensor:
-            return forward_tokens(model, pack.tokens, pack.positions, pack.layout)
+        forward = partial(forward_tokens, model, pack.tokens, pack.positions, pack.layout)
+        for watch in (self._replay, self._balance):
+            if watch is not None:
+                forward = partial(watch.during, pack, forward)
+        return forward()
 
-        return forward() if self._replay is None else self._replay.during(pack, forward)
+    def _forward_counting(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
+        return self._output(pack, model), lambda logits: as_loss(logits.new_zeros(()))
 
     def _forward_scoring(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
         def loss(logits: torch.Tensor) -> Loss:
-            self._log_probs(pack, logits)
+            self._terms.log_probs(pack, logits)
             return as_loss(logits.new_zeros(()))
 
         return self._output(pack, model), loss
 
     def _forward_reference(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
         def loss(logits: torch.Tensor) -> Loss:
-            self._reference_logprobs[id(pack)] = self._score(pack, logits)[0].detach()
+            self._terms.reference_logprobs[id(pack)] = self._terms.score(pack, logits)[0].detach()
             return as_loss(logits.new_zeros(()))
 
         return self._output(pack, model), loss
@@ -275,17 +295,18 @@ class VcpoStep:
         """Differentiated: -sum_i c_i sum_t v_t log pi_t with all of the coefficient in v, and the regularizers."""
 
         def loss(logits: torch.Tensor) -> Loss:
-            logprobs, entropy = self._log_probs(pack, logits)
+            logprobs, entropy = self._terms.log_probs(pack, logits)
             log_ratio = self._table.log_ratio[[row.index for row in pack.rows]]
             v = self._objective.token_coefficients(pack, logprobs.detach(), log_ratio)
-            return as_loss(self._normalized(pack, -v * logprobs + self._regularizer(pack, logprobs, entropy)))
+            terms = -v * logprobs + self._terms.regularizer(pack, logprobs, entropy)
+            return as_loss(self._terms.normalized(pack, terms))
 
         return self._output(pack, model), loss
 
     def _forward_regularizer(self, pack: Pack, model: torch.nn.Module) -> ForwardStep:
         def loss(logits: torch.Tensor) -> Loss:
-            logprobs, entropy = self._score(pack, logits)
-            return as_loss(self._normalized(pack, self._regularizer(pack, logprobs, entropy)))
+            logprobs, entropy = self._terms.score(pack, logits)
+            return as_loss(self._terms.normalized(pack, self._terms.regularizer(pack, logprobs, entropy)))
 
         return self._output(pack, model), loss
 
@@ -306,8 +327,8 @@ class VcpoStep:
             return output, None
 
         def loss(logits: torch.Tensor) -> Loss:
-            logprobs, _ = self._log_probs(pack, logits)
-            value = self._normalized(pack, -self._objective.token_weights(pack, logprobs.detach()) * logprobs)
+            logprobs, _ = self._terms.log_probs(pack, logits)
+            value = self._terms.normalized(pack, -self._objective.token_weights(pack, logprobs.detach()) * logprobs)
             log_ratio = self._messages.of_step(pack, self._table.log_ratio[[row.index for row in pack.rows]])
             self._table.log_ratio[pack.step_index] = log_ratio
             if pack.step_rows:
@@ -316,68 +337,6 @@ class VcpoStep:
             return as_loss(value)
 
         return output, loss
-
-    # --- one pack on the last stage ---------------------------------------------------------------
-
-    def _score(self, pack: Pack, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """log pi of the pack's labels and entropy, [T] each, at the sampling temperature."""
-        temperature, size = self.config.rollout.temperature, self.trainable.shape.vocab_size
-        return token_logprobs(logits.squeeze(0), pack.labels, temperature, size, self.parallel.tensor_group)
-
-    def _log_probs(self, pack: Pack, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``_score``, with the pack's rows of the table filled."""
-        logprobs, entropy = self._score(pack, logits)
-        objective, policy = self._objective, logprobs.detach()
-        n, index = len(pack.rows), [row.index for row in pack.rows]
-
-        def sums(values: torch.Tensor) -> torch.Tensor:
-            return self._sums(pack, values)
-
-        ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
-        self._table.record_forward(index, sums(ratios), torch.zeros(n), sums(entropy.detach()))
-        self._table.record_mismatch(index, pack_mismatch(pack, ratios, self._messages))
-        if self._mode == "proxy":
-            self._record_proxy(pack, logits, policy)
-        if objective.needs_statistic:
-            for i, row in enumerate(index):
-                self._token_ratios[row] = ratios[pack.mask & (pack.segments == i)].cpu()
-        else:
-            self._table.logprob_sum[index] = sums(objective.reported(pack, policy) * policy)
-        return logprobs, entropy
-
-    def _sums(self, pack: Pack, per_token: torch.Tensor) -> torch.Tensor:
-        """Sums over the sampled tokens of each trajectory, on whichever rank they are: float64 [n], on the CPU."""
-        own = importance.segment_sum(per_token, pack.mask, pack.segments, len(pack.rows))
-        return self._messages.sum_over_context(own).cpu()
-
-    def _normalized(self, pack: Pack, per_token: torch.Tensor) -> torch.Tensor:
-        """sum_i c_i sum_t per_token over sampled tokens."""
-        index = [row.index for row in pack.rows]
-        coefficients = torch.nn.functional.pad(self._objective.facts.token_coefficients[index], (0, 1))
-        return torch.where(pack.mask, per_token * coefficients.to(per_token)[pack.segments], 0.0).sum()
-
-    def _regularizer(self, pack: Pack, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        algorithm = self.config.algorithm
-        if not algorithm.regularized:
-            return torch.zeros_like(logprobs)
-        reference = self._reference_logprobs.get(id(pack))
-        term, kl = regularizer(algorithm.kl_coef, algorithm.entropy_coef, logprobs, entropy, reference)
-        index = [row.index for row in pack.rows]
-        self._table.record_kl(index, self._sums(pack, kl))
-        return term
-
-    def _record_proxy(self, pack: Pack, logits: torch.Tensor, policy: torch.Tensor) -> None:
-        """Estimate |g_i| as c_i sqrt(sum_t v_t^2 |d log pi_t / d logits|^2); the baseline once a group is complete."""
-        temperature, size = self.config.rollout.temperature, self.trainable.shape.vocab_size
-        squared = squared_score_norms(
-            logits.squeeze(0), pack.labels, temperature, size, self.parallel.tensor_group
-        )
-        weighted = self._objective.token_weights(pack, policy).square() * squared
-        index = [row.index for row in pack.rows]
-        self._proxy[index] = self._sums(pack, weighted).sqrt() * self._objective.facts.token_coefficients[index]
-        rows = self._objective.facts.rows_of(pack.group)
-        if self._objective.scales[pack.group].has_variance and not bool(self._proxy[rows].isnan().any()):
-            self._record_baselines(rows, self._proxy[rows])
 
     # --- the backward of one pack ---------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from ..transport.messages import (
     Heartbeat,
     Hello,
     LeaveStep,
+    Loaded,
     Message,
     Probe,
     ProbeResult,
@@ -88,6 +89,7 @@ class Worker:
 
     def run(self) -> None:
         """Serve until Stop."""
+        self._say(Loaded(self._version))
         self._publish_weights()
         while True:
             self._now(f"idle at version {self._version}, waits for a batch")

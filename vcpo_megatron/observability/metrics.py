@@ -93,6 +93,10 @@ METRICS: Mapping[str, Metric] = {
     "mismatch/tokens": Metric("trained tokens that the version before the step sampled", "tokens", "sum"),
     "kl/reference": Metric("mean over trained tokens of the estimate of KL(pi, reference)", "nats", "mean"),
     "entropy": Metric("entropy of the policy, mean over trained tokens", "nats", "mean"),
+    "experts/balance": Metric(
+        "mean over layers of E sum f_e P_e, f_e and P_e an expert's shares of tokens and of probability: 1 when even; "
+        "only with global_aux_loss", reducer="mean",
+    ),
     "staleness/mean": Metric("learner version at use - oldest version that sampled a token", "versions", "mean"),
     "staleness/p95": Metric("95th percentile of the staleness, nearest rank", "versions", "p95"),
     "staleness/max": Metric("largest staleness", "versions", "max"),

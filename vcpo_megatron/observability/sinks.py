@@ -96,28 +96,27 @@ def _drop_torn_line(file: Any) -> None:
         file.truncate(end)
 
 
-def cut_back(path: Path, first_step_to_drop: int) -> int:
-    """Atomically drop the rows with ``step`` >= ``first_step_to_drop``, for a resume; return how many went.
+def cut_back(path: Path, first_step_to_drop: int) -> list[int]:
+    """Atomically drop the rows with ``step`` >= ``first_step_to_drop``, for a resume.
 
-    A torn last line goes too (and is not counted); no file is no row. ValueError names the line that is not a row.
+    A torn last line goes too, for a process was killed while it wrote it; no file is no row. Returns the numbers of
+    other lines that are not rows: they are dropped as well, and somebody should be told.
     """
     if not path.exists():
-        return 0
+        return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    kept, dropped = [], 0
+    kept, torn = [], []
     for number, line in enumerate(lines[:-1], 1):  # after the last newline: nothing, or a torn line
         try:
             step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}:{number}: not a row of metrics: {line[:80]!r}; remove this line to resume"
-            ) from error
-        if step < first_step_to_drop:
+            keep = step < first_step_to_drop
+        except (ValueError, KeyError, TypeError):
+            torn.append(number)
+            continue
+        if keep:
             kept.append(line + "\n")
-        else:
-            dropped += 1
     write_atomically(path, "".join(kept))
-    return dropped
+    return torn
 
 
 class TensorBoardSink:

@@ -33,6 +33,8 @@ from .store import StoreError
 from .tasks import RunError
 from .weight_sync import SyncError
 
+#: Characters of the last line: a message with two long paths and its remedy.
+LIMIT = 900
 #: Ends that a user can do something about: one line, no traceback.
 _EXPECTED = (
     RunError, ControlError, FleetError, SyncError, StoreError, ServerError, ServerUnavailable, ProtocolError,
@@ -91,12 +93,12 @@ def main() -> int:
     try:
         print(asyncio.run(run(context)), flush=True)
     except (ConfigError, EnvironmentSetupError) as error:
-        return _fail(one_line(error), 2)
+        return _fail(one_line(error, LIMIT), 2)
     except _EXPECTED as error:
-        return _fail(one_line(error), 1)
+        return _fail(one_line(error, LIMIT), 1)
     except Exception as error:  # fault boundary of the process: a defect; the supervisor shows the last line
         traceback.print_exc()
-        return _fail(f"{type(error).__name__}: {one_line(error)}", 1)
+        return _fail(f"{type(error).__name__}: {one_line(error, LIMIT)}", 1)
     return 0
 
 

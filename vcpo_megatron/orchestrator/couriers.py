@@ -11,7 +11,6 @@ distributed  servers join a group of the learner's broadcaster once, and it broa
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
@@ -29,6 +28,7 @@ from ..transport.messages import (
     WeightsReady,
     WeightsSent,
 )
+from .failures import one_line
 from .tasks import RunError, run_all
 from .weight_update import FAILURES, Courier, Wave, WaveFailed, blaming
 
@@ -186,9 +186,11 @@ class GroupCourier:
         await self._tell(CloseGroups(reason))
 
         async def leave(server: Server, name: str) -> None:
-            with contextlib.suppress(*FAILURES, TimeoutError):
+            try:
                 async with asyncio.timeout(_LEAVE_S):
                     await server.client.destroy_weights_update_group(name)
+            except (*FAILURES, TimeoutError) as error:  # it has died, or the group has: nothing to leave any more
+                print(f"{server.name} did not leave group {name}: {one_line(error)}", flush=True)
 
         await asyncio.gather(*(leave(server, name) for name, servers in members.items() for server in servers))
 

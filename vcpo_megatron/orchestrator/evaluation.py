@@ -16,6 +16,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 
+from ..config.process import WARNING_PREFIX
 from ..environments.base import Environment, Example
 from ..rollout.agent_loop import run_episode
 from ..rollout.fleet import Fleet
@@ -38,7 +39,7 @@ def evaluating_servers(servers: Sequence[Server]) -> tuple[Server, ...]:
 def mean_reward(rewards: Sequence[float], failures: Sequence[str], version: int) -> dict[str, float]:
     """``eval/accuracy`` over the samples that ended; failed ones are left out and said; nan when none ended."""
     if failures and not rewards:
-        print(f"vcpo: warning: evaluation of version {version}: all {len(failures)} samples failed, there is no "
+        print(f"{WARNING_PREFIX}evaluation of version {version}: all {len(failures)} samples failed, there is no "
               f"accuracy; first: {failures[0]}", flush=True)  # fmt: skip
     elif failures:
         print(f"evaluation of version {version}: {len(failures)} of {len(failures) + len(rewards)} samples failed, "

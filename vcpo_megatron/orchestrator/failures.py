@@ -10,13 +10,13 @@ import re
 from collections import Counter, deque
 from collections.abc import Mapping
 
+from ..config import text
 from .tasks import RunError
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: BaseException, limit: int = 300) -> str:
     """An exception as the one line that counts it."""
-    text = " ".join(str(error).split())
-    return (text or type(error).__name__)[:300]
+    return text.one_line(error, limit) or type(error).__name__
 
 
 def kind_of(message: str) -> str:
@@ -24,56 +24,81 @@ def kind_of(message: str) -> str:
     return re.sub(r"\bprompt \S+|[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", message)
 
 
-#: When so many groups, the first of an attempt, have all failed with one message, the rest would as well.
-FIRST_GROUPS = 20
+class Streak:
+    """How many groups in a row have failed, in the order of their admission.
+
+    Failures may be quick and successes slow: in a run that is well, the failures of many groups may come before the
+    first success, but not those of the groups that were admitted one after the other. So a group counts when all that
+    were admitted before it have ended; one that was dropped for another reason counts for nothing.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._open: dict[int, bool | None] = {}  # whether it failed; None: it has not ended; in order of admission
+
+    def admitted(self, group_id: int) -> None:
+        self._open[group_id] = None
+
+    def ended(self, group_id: int, *, failed: bool) -> None:
+        if group_id in self._open:
+            self._open[group_id] = failed
+            self._count()
+
+    def dropped(self, group_id: int) -> None:
+        self._open.pop(group_id, None)
+        self._count()
+
+    def _count(self) -> None:
+        while self._open and (failed := next(iter(self._open.values()))) is not None:
+            self.length = self.length + 1 if failed else 0
+            del self._open[next(iter(self._open))]
 
 
 class FailureWindow:
-    """Ends the run when more than ``max_ratio`` of the last ``size`` outcomes are failures, or a fifth of ``size`` in a
-    row (more where ``max_ratio`` is above a half).
+    """Ends the run by one of two rules, with the commonest kind of the failures.
 
-    An outcome is a complete group or a failed trajectory. Failures may be quick and successes slow: ``size`` is several
-    times the number of groups in flight. So many need not be waited for where nothing works (a policy that has
-    diverged, a judge that is down): when the first groups in order of admission have all failed, with one kind of
-    message. Their order matters: in a run that is well, quick failures come before slow successes, but of other groups.
+    - In the long run: more than ``max_ratio`` of the last ``size`` outcomes are failures. An outcome is a complete
+      group or a failed trajectory. ``size`` is several times the number of groups in flight, for failures may be
+      quicker.
+    - Where nothing works (a policy that has diverged, a judge that is down), early or late: so many groups in a row
+      have failed (``Streak``) that the chance of it is one in a million where failures are as frequent as allowed: 20
+      for a ratio of a half.
     """
 
     def __init__(self, size: int, max_ratio: float) -> None:
         self._outcomes: deque[str | None] = deque(maxlen=size)
         self._max_ratio = max_ratio
-        # so many without one success: a chance of one in a million where failures are as frequent as allowed
-        self._hopeless = max(20, size // 5, math.ceil(math.log(1e-6) / math.log(max_ratio)))
-        self._in_a_row = 0
-        self._first: dict[int, str] = {}  # kind of failure of the attempt's first groups, "" while they are not failed
+        self._streak = Streak()
+        self._hopeless = max(20, math.ceil(math.log(1e-6) / math.log(max_ratio)))
 
     def admitted(self, group_id: int) -> None:
-        if len(self._first) < FIRST_GROUPS:
-            self._first[group_id] = ""
+        self._streak.admitted(group_id)
 
-    def success(self) -> None:
+    def success(self, group_id: int) -> None:
+        """The group is complete."""
         self._outcomes.append(None)
-        self._in_a_row = 0
+        self._streak.ended(group_id, failed=False)
+
+    def dropped(self, group_id: int) -> None:
+        """The group has ended for another reason than a failure."""
+        self._streak.dropped(group_id)
 
     def failure(self, error: BaseException, ended_group: int | None = None) -> None:
-        """RunError with the commonest kind of the failures when there are too many. ``ended_group``: its group, unless
-        that goes on with another sample."""
+        """RunError when there are too many. ``ended_group``: the failed one's group, unless that goes on with another
+        sample."""
         self._outcomes.append(one_line(error))
-        self._in_a_row += 1
-        if ended_group in self._first:
-            self._first[ended_group] = kind_of(one_line(error))
-        kinds = set(self._first.values())
-        if len(self._first) == FIRST_GROUPS and len(kinds) == 1 and "" not in kinds:
-            raise RunError(f"the first {FIRST_GROUPS} groups of this attempt have all failed: {one_line(error)}")
+        if ended_group is not None:
+            self._streak.ended(ended_group, failed=True)
         failures = [outcome for outcome in self._outcomes if outcome is not None]
         total, window = len(failures), len(self._outcomes)
         full = window == self._outcomes.maxlen
-        hopeless = self._in_a_row >= self._hopeless
+        hopeless = self._streak.length >= self._hopeless
         if (full and total > self._max_ratio * window) or hopeless:
             messages = {kind_of(message): message for message in failures}  # the latest of each kind
             kind, count = Counter(map(kind_of, failures)).most_common(1)[0]
-            last = f", the last {self._in_a_row} in a row" if hopeless and total < window else ""
+            row = f"{self._streak.length} groups in a row, in order of admission, have failed, and " if hopeless else ""
             raise RunError(
-                f"{total} of the last {window} outcomes are failures{last} (rollout.max_failure_ratio = "
+                f"{row}{total} of the last {window} outcomes are failures (rollout.max_failure_ratio = "
                 f"{self._max_ratio:g}), {count} of them: {messages[kind]}"
             )
 

@@ -243,7 +243,7 @@ class Generation:
         group = self._batcher.complete_group(group_id)
         if group is None:
             return
-        self._failures.success()
+        self._failures.success(group_id)
         if not self._is_silent(group):
             self._equal_in_a_row = 0
             return
@@ -268,7 +268,7 @@ class Generation:
         """Count one failure. The sample index to go on with in its place, or None: its group has ended."""
         group_id, reason = group.group_id, one_line(error)
         if group_id not in self._batcher.live_groups():
-            return None
+            return None  # its group has ended: all its members are counted there
         print(f"trajectory {group_id}/{sample_index} failed: {reason}", flush=True)
         again = self._prompts.failure(group.example.prompt_id, error)
         replacement = self._batcher.replace(group_id, sample_index) if again and self._rules.resample_failed else None
@@ -289,6 +289,7 @@ class Generation:
     async def expire(self, group_id: int) -> None:
         """Drop a group that became too old (the batcher removed it already); its prompt is sampled again."""
         self._cancel(group_id)
+        self._failures.dropped(group_id)
         ended = self._recorder.submit(lambda store: store.drop(group_id, "expired"))
         bisect.insort(self._cursor.requeue, self._positions.pop(group_id))  # before anything is awaited: it is the next
         await ended

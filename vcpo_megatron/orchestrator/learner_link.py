@@ -32,6 +32,7 @@ from ..transport.messages import (
     Heartbeat,
     Hello,
     LeaveStep,
+    Loaded,
     Message,
     Probe,
     ProbeResult,
@@ -44,7 +45,7 @@ from ..transport.messages import (
 )
 from ..types import Batch, PolicyVersion, StepResult
 
-_M = TypeVar("_M", Hello, ProbeResult, StepDone, CheckpointDone, WeightsReady)
+_M = TypeVar("_M", Hello, Loaded, ProbeResult, StepDone, CheckpointDone, WeightsReady)
 
 
 class ControlSocket(Protocol):
@@ -83,6 +84,7 @@ class LearnerLink:
         self._owes_weights = False
         self._weights = PolicyVersion(0, 0)  # the newest that came
         self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
+        self._loaded: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
 
     # --- loops --------------------------------------------------------------------------------
 
@@ -108,6 +110,8 @@ class LearnerLink:
                     self._connected = True
                     self._owes_weights = self._needs_weights
                     self._hello.set_result(message)
+                case Loaded() if not self._loaded.done():
+                    self._loaded.set_result(message)
                 case _:
                     kind = StepDone if isinstance(message, StepLeft) else type(message)
                     waiting = self._answers.pop(kind, None)
@@ -140,6 +144,11 @@ class LearnerLink:
             raise ControlError(
                 f"the learner did not connect within {self._timeout_s:g} s (launch.timeout_s); see its log"
             ) from None
+
+    async def loaded(self) -> None:
+        """Wait until the learner holds the parameters that this attempt begins with; ControlError when it is silent."""
+        self._asked[Loaded] = "its parameters"
+        await self._answer(self._loaded, Loaded)
 
     async def probe(self, tokens: np.ndarray) -> np.ndarray:
         """Log-probs float32 [L-1] of ``tokens`` int32 [L] under the learner's parameters."""

@@ -25,14 +25,13 @@ Loops, each documented where it lives: ``LearnerLink.receive``, ``LearnerLink.he
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..config.models import RunConfig
-from ..config.process import ProcessContext
+from ..config.process import WARNING_PREFIX, ProcessContext
 from ..environments.base import Environment
 from ..observability.sinks import Sink
 from ..rollout.fleet import Changes, Fleet
@@ -51,10 +50,11 @@ from .pacing import Pacer
 from .probe import compare
 from .recorder import Recorder
 from .replay import Replay
+from .resuming import accept, check
 from .rows import MetricsLog, Start, evaluated_versions, start_of_log
 from .staleness import StalenessBound
 from .store import ResumePlan, RolloutStore, StoreError, StoreReader
-from .tasks import RunError, StopRequest, run_all, run_beside
+from .tasks import StopRequest, run_all, run_beside
 from .trainer import Trainer
 from .weight_sync import WeightSync
 from .weight_update import Updater
@@ -94,7 +94,10 @@ class Controller:
         self._changes = parts.changes
         self._stop = StopRequest(config.launch.grace_s)
         self._version = PolicyVersion(context.attempt, context.resume_step or 0)
-        self._recorder = Recorder(lambda: RolloutStore(context.directory.store), changed=self._changes.notify)
+        fresh = context.resume_step is None
+        self._recorder = Recorder(
+            lambda: RolloutStore(context.directory.store, create=fresh), changed=self._changes.notify
+        )
         self._link = LearnerLink(
             parts.socket, config.launch.timeout_s, on_weights=self._on_weights,
             on_sender=lambda message: self._groups.heard(message), needs_weights=parts.fleet is not None,
@@ -103,7 +106,9 @@ class Controller:
             self._link.tell, prefix=f"vcpo-{context.token[:8]}-{context.attempt}",
             timeout_s=config.rollout.sync_timeout_s,
         )  # fmt: skip
-        self._take_weights: Callable[[WeightsReady], None] = lambda weights: None
+        self._take_weights: Callable[[WeightsReady], None] | None = None
+        self._early: WeightsReady | None = None  # came before anybody could take them
+        self._accepted = False
         self._log: MetricsLog | None = None
         self._describe: list[Callable[[], str]] = [self._link.describe]
 
@@ -131,16 +136,27 @@ class Controller:
 
     async def _run_parts(self) -> str:
         await self._recorder.open()
-        plan, state = await self._resume()
+        state = await check(self._context, self._config, self._parts.environment, self._recorder)
         loops = [self._link.receive(), self._link.heartbeat(), self._watch()]
-        if self._parts.fleet is None:  # a replay
-            work = self._replay(plan, state)
-        elif self._config.staleness.lag == "exact":
-            work = self._exact(self._parts.fleet, plan, state)
-        else:
-            work = self._bounded(self._parts.fleet, plan, state)
-        await run_beside(work, *loops)
+        if (fleet := self._parts.fleet) is not None:
+            fleet.launch()
+            self._describe.append(fleet.describe)
+            loops.append(fleet.supervise())
+        await run_beside(self._work(state), *loops)
         return self._stop.reason or "run ended"
+
+    async def _work(self, state: dict[str, Any]) -> None:
+        """The run itself, once the learner holds what it begins with: nothing of an earlier attempt changes before."""
+        if not await self._stop.unless_made(self._connect()):
+            return
+        plan = await accept(self._context, self._config, state, self._recorder)
+        self._accepted = True
+        if self._parts.fleet is None:
+            await self._replay(plan, state)
+        elif self._config.staleness.lag == "exact":
+            await self._exact(self._parts.fleet, plan, state)
+        else:
+            await self._bounded(self._parts.fleet, plan, state)
 
     @property
     def _replays(self) -> bool:
@@ -148,41 +164,14 @@ class Controller:
 
     # --- beginning and end --------------------------------------------------------------------
 
-    async def _resume(self) -> tuple[ResumePlan, dict[str, Any]]:
-        """Go back to the checkpoint, or to step 0: also after an attempt that died before its first checkpoint."""
-        step, state = self._version.number, {}
-        if self._context.resume_step is not None:
-            state = self._context.directory.manifest(step).orchestrator
-            before, now = state.get("environment"), self._parts.environment.fingerprint
-            if before != now:
-                section = self._config.environment
-                files = [str(path) for path in (section.data, section.heldout) if path is not None]
-                changed = f"the content of {' or '.join(files)}, or the tokenizer" if files else "the tokenizer"
-                raise RunError(
-                    f"the environment is not that of checkpoint step_{step} (fingerprint {before}, now {now}): its "
-                    f"configuration is the same, so {changed} has changed; restore it, or start a new run"
-                )
-        keep = self._config.checkpoint.resume_partial and self._config.staleness.lag == "bounded" and not self._replays
-        plan = await self._recorder.write(
-            lambda store: store.resume(step, state.get("store"), keep_partial=keep)
-        )
-        if plan.buffer or plan.partial or plan.requeue:
-            kept = sum(len(group.trajectories) for group in plan.partial)
-            missing = sum(len(group.missing) for group in plan.partial)
-            begun = sum(len(group.parked) for group in plan.partial)
-            print(
-                f"resume: {len(plan.buffer)} complete groups are kept, {len(plan.partial)} go on with {kept} "
-                f"trajectories and lack {missing}, of which {begun} are begun, {len(plan.requeue)} prompts are sampled "
-                "again", flush=True,
-            )  # fmt: skip
-        return plan, state
-
     def _start(self, plan: ResumePlan, state: dict[str, Any], cursor: Cursor, every: int) -> tuple[Trainer, Start]:
         """Trainer and metrics, cut back to the checkpoint; evaluations every ``every`` steps."""
         versions = evaluated_versions(plan.step, self._parts.steps, every)
         start = start_of_log(self._context.directory.metrics, plan.step, self._parts.steps, state.get("rows", []),
                              versions)  # fmt: skip
         self._log = MetricsLog(self._parts.sinks(plan.step), start.versions, self._parts.steps, start.written)
+        if start.problem:
+            print(f"{WARNING_PREFIX}{start.problem}", flush=True)
         for row in start.rows:
             self._log.add(row)
         trainer = Trainer(
@@ -192,14 +181,15 @@ class Controller:
         return trainer, start
 
     async def _connect(self) -> None:
-        """Wait for the learner and check that it is the one of this attempt."""
+        """Wait for the learner, check that it is the one of this attempt, and wait until it has its parameters."""
         hello = await self._link.hello()
         if problem := version_mismatch(hello, self._version):
             raise ControlError(problem)
+        await self._link.loaded()
 
     async def _start_servers(self, fleet: Fleet, sync: WeightSync) -> None:
         """Servers answer, hold the learner's weights, and agree with it on a probe."""
-        await asyncio.gather(self._connect(), fleet.answering())
+        await fleet.answering()
         await sync.all_loaded(self._version.number)
         await compare(self._link, fleet, self._parts.vocab_size, self._config.model.dtype)
         print(f"learner and {len(fleet.servers)} servers hold version {self._version}", flush=True)
@@ -209,15 +199,26 @@ class Controller:
         if self._log is not None:
             self._log.flush()
             self._log.close()
-        with contextlib.suppress(StoreError):
-            await self._recorder.finish("run ended")
+        try:
+            await self._recorder.finish("run ended" if self._accepted else None)
+        except StoreError as error:
+            print(f"{WARNING_PREFIX}the store did not take the end of the run, which a resume makes up for: {error}",
+                  flush=True)  # fmt: skip
         if self._parts.fleet is not None:
             await self._parts.fleet.stop()
         if self._parts.recorded is not None:
             self._parts.recorded.close()
 
     def _on_weights(self, weights: WeightsReady) -> None:
-        self._take_weights(weights)
+        if self._take_weights is None:
+            self._early = weights
+        else:
+            self._take_weights(weights)
+
+    def _weights_go_to(self, take: Callable[[WeightsReady], None]) -> None:
+        self._take_weights = take
+        if self._early is not None:
+            take(self._early)
 
     # --- kinds of runs ------------------------------------------------------------------------
 
@@ -226,9 +227,8 @@ class Controller:
         trainer, _ = self._start(plan, state, Cursor(), every=0)
         replay = Replay(self._parts.recorded, trainer, self._recorder, plan, steps=self._parts.steps)
         self._describe.append(replay.describe)
-        if await self._stop.unless_made(self._connect()):
-            trainer.begin()
-            await replay.run(self._stop)
+        trainer.begin()
+        await replay.run(self._stop)
 
     async def _exact(self, fleet: Fleet, plan: ResumePlan, state: dict[str, Any]) -> None:
         config = self._config
@@ -241,16 +241,15 @@ class Controller:
             groups_per_step=config.train.groups_per_step, group_size=config.train.group_size,
             evaluate=start.versions, stop=self._stop,
         )  # fmt: skip
-        self._take_weights = run.on_weights
-        self._describe += [run.describe, fleet.describe]
-        fleet.launch()
+        self._weights_go_to(run.on_weights)
+        self._describe.append(run.describe)
 
         async def main() -> None:
             if await self._stop.unless_made(self._start_servers(fleet, sync)):
                 trainer.begin()
                 await run.run()
 
-        await run_beside(main(), fleet.supervise(), sync.run())
+        await run_beside(main(), sync.run())
 
     async def _bounded(self, fleet: Fleet, plan: ResumePlan, state: dict[str, Any]) -> None:
         config = self._config
@@ -269,9 +268,8 @@ class Controller:
             self._parts.environment, fleet, sync, self._rules(), trainer.log, start.versions,
             timeout_s=config.staleness.wait_s,
         )  # fmt: skip
-        self._take_weights = sync.offer
-        self._describe += [batcher.describe, generation.describe, evaluation.describe, fleet.describe]
-        fleet.launch()
+        self._weights_go_to(sync.offer)
+        self._describe += [batcher.describe, generation.describe, evaluation.describe]
 
         async def main() -> None:
             if await self._stop.unless_made(self._start_servers(fleet, sync)):
@@ -279,7 +277,7 @@ class Controller:
                     self._train(trainer, batcher, generation, evaluation, sync), generation.run(), evaluation.run()
                 )
 
-        await run_beside(main(), fleet.supervise(), sync.run())
+        await run_beside(main(), sync.run())
 
     async def _train(
         self, trainer: Trainer, batcher: Batcher, generation: Generation, evaluation: Evaluation, sync: WeightSync

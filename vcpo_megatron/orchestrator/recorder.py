@@ -72,11 +72,12 @@ class Recorder:
         """From now on a full disk is an error for everyone who waits: the run is about to end."""
         self._patient = False
 
-    async def finish(self, reason: str) -> None:
-        """End every queued group as dropped(reason) after all writes before it, and close the store in any case."""
+    async def finish(self, reason: str | None) -> None:
+        """End every queued group as dropped(reason) after all writes before it, and close the store in any case.
+        None: the store is left as it is."""
         self.give_up()
         try:
-            if self._store is not None:
+            if self._store is not None and reason is not None:
                 await self.write(lambda store: store.finish(reason))
         finally:
             if self._store is not None:

@@ -60,11 +60,12 @@ def row_of_version(version: int, steps: int) -> int:
 @dataclass(frozen=True)
 class Start:
     """``rows``: held-back rows of before a resume, to be added first. ``versions``: what this attempt evaluates.
-    ``written``: the rows that are in the file."""
+    ``written``: the rows that are in the file. ``problem``: what is missing there, in words; "" when nothing is."""
 
     rows: Sequence[Row]
     versions: Sequence[int]
     written: Sequence[Row] = ()
+    problem: str = ""
 
 
 def start_of_log(path: Path, step: int, steps: int, held: Sequence[Row], versions: Sequence[int]) -> Start:
@@ -74,15 +75,31 @@ def start_of_log(path: Path, step: int, steps: int, held: Sequence[Row], version
     again if its evaluation is missing (a sink puts it in the place of the first); if it is there, nothing is evaluated
     any more. Rows before ``step`` are never cut.
     """
-    cut_back(path, step)
+    torn = cut_back(path, step)
     written = read_rows(path)
     last = written[-1]["step"] if written else -1
     rows = [row for row in held if last < row["step"] < step]
+    problem = _problem(path, torn, {row["step"] for row in (*written, *rows)}, step)
     if step != steps or rows or last != steps - 1 or not versions:
-        return Start(rows, versions, written)
+        return Start(rows, versions, written, problem)
     if written[-1].get("eval/version") == steps:
-        return Start((), (), written)
-    return Start(written[-1:], versions, written)
+        return Start((), (), written, problem)
+    return Start(written[-1:], versions, written, problem)
+
+
+def _problem(path: Path, torn: Sequence[int], there: set[int], steps: int) -> str:
+    """What a user should know of a file that somebody else has changed, or a disk has lost."""
+    missing = [step for step in range(steps) if step not in there]
+    found = [f"lines {_ranges(torn)} were no rows and are left out"] if torn else []
+    found += [f"rows of steps {_ranges(missing)} are missing"] if missing else []
+    return f"{path}: {' and '.join(found)}; the run goes on without them" if found else ""
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending ``numbers`` as "3-5, 8"."""
+    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
+    ends = [n for i, n in enumerate(numbers) if i == len(numbers) - 1 or numbers[i + 1] != n + 1]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 class MetricsLog:

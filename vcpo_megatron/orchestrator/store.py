@@ -47,12 +47,12 @@ _INSERT_ROUTING = f"INSERT INTO routing ({', '.join(ROUTING_COLUMNS)}) VALUES ({
 class RolloutStore(StoreReader):
     """The store, open for writing.
 
-    Opening makes the file when there is none. StoreError: another process has it open, it belongs to
-    another program, it is newer than this program, or its folder cannot be written.
+    Opening makes the file when there is none, unless ``create`` is False. StoreError: it is missing then, another
+    process has it open, it belongs to another program, it is newer than this program, or its folder cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
-        connection = open_exclusively(path)
+    def __init__(self, path: Path, *, create: bool = True) -> None:
+        connection = open_exclusively(path, create=create)
         self._in_transaction = False
         super().__init__(path, connection, connection.close)
 
@@ -80,7 +80,7 @@ class RolloutStore(StoreReader):
                 self._connection.execute("BEGIN IMMEDIATE")
                 yield
                 self._connection.execute("COMMIT")
-        except BaseException:
+        except BaseException:  # not handled here: nothing of it is written
             with _store_errors(self._path):
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
@@ -151,6 +151,7 @@ class RolloutStore(StoreReader):
                 (SAMPLED, float(trajectory.reward), trajectory.oldest_version, trajectory.newest_version,
                  group_id, sample),
             )  # fmt: skip
+            self._unpark(group_id, sample)
             self._totals[ADMITTED] -= 1
             self._totals[SAMPLED] += 1
             missing = "SELECT 1 FROM trajectories WHERE group_id = ? AND state = ? LIMIT 1"
@@ -239,6 +240,7 @@ class RolloutStore(StoreReader):
                 "INSERT INTO trajectories (group_id, sample_index, state) VALUES (?, ?, ?)",
                 (group_id, replacement, ADMITTED),
             )
+            self._unpark(group_id, sample_index)
             self._totals[FAILED] += 1
             return True
 
@@ -255,18 +257,24 @@ class RolloutStore(StoreReader):
             )
             return True
 
+    def _unpark(self, group_id: int, sample_index: int | None = None) -> None:
+        """Forget what a trajectory, or all of a group, had of answers: it has ended."""
+        self._connection.execute(
+            "DELETE FROM parked WHERE group_id = ? AND sample_index = COALESCE(?, sample_index)",
+            (group_id, sample_index),
+        )
+
     def prune_samples(self, before: int) -> int:
-        """Forget tokens and log-probs of the groups that were trained or dropped before step ``before``; everything
-        else about them stays, and all of groups that failed. Returns the number of trajectories.
+        """Forget tokens and log-probs, those of unfinished answers too, of the groups that were trained or dropped
+        before step ``before``; everything else about them stays, and all of groups that failed. Returns the number of
+        trajectories.
 
         The file does not shrink: its pages are used again.
         """
+        ended = "WHERE group_id IN (SELECT group_id FROM groups WHERE state IN (?, ?) AND ended_at < ?)"
         with self.transaction():
-            return self._connection.execute(
-                "DELETE FROM samples WHERE group_id IN "
-                "(SELECT group_id FROM groups WHERE state IN (?, ?) AND ended_at < ?)",
-                (TRAINED, DROPPED, before),
-            ).rowcount
+            self._connection.execute(f"DELETE FROM parked {ended}", (TRAINED, DROPPED, before))
+            return self._connection.execute(f"DELETE FROM samples {ended}", (TRAINED, DROPPED, before)).rowcount
 
     def prune_routing(self, before: int) -> int:
         """Forget the routed experts of the groups that ended before step ``before``; returns the number of
@@ -298,7 +306,7 @@ class RolloutStore(StoreReader):
         older than the checkpoint.
         """
         with self.transaction():
-            self._check_not_older(step, state)
+            self.check_not_older(step, state)
             cursors, partial = undo_after(self._connection, step, keep_partial=keep_partial)
             self._connection.execute("UPDATE progress SET steps_done = ?", (step,))
             self._totals = self._count()
@@ -340,18 +348,6 @@ class RolloutStore(StoreReader):
                 found[row["sample_index"]] = from_text(row["answers"])
         return found
 
-    def _check_not_older(self, step: int, state: Mapping[str, Any] | None) -> None:
-        here = self.state()
-        expected = {"position": step, **(state or {})}
-        if expected["position"] != step:
-            raise StoreError(f"the checkpoint of step {step} holds the store's state of step {expected['position']}")
-        for name in ("position", "next_group_id", "next_cursor"):
-            if here[name] < expected.get(name, 0):
-                raise StoreError(
-                    f"{self._path} is older than the checkpoint of step {step} ({name} is {here[name]}, not at least "
-                    f"{expected[name]}); put back the file that belongs to it, or resume from an earlier checkpoint"
-                )
-
     # --- internals ----------------------------------------------------------------------------
 
     def _group(self, group_id: int) -> Any:
@@ -383,6 +379,8 @@ class RolloutStore(StoreReader):
         self._connection.execute(
             "UPDATE groups SET state = ?, reason = ?, ended_at = ? WHERE group_id = ?", (state, reason, at, group_id)
         )
+        if reason != RUN_ENDED:  # a resume takes those up again
+            self._unpark(group_id)
 
     def _record(self, step: int, results: Sequence[TrajectoryResult], group_ids: set[int]) -> None:
         foreign = [result for result in results if result.group_id not in group_ids]

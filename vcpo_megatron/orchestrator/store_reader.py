@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,19 @@ class StoreReader:
             "next_cursor": 0 if cursor is None else cursor + 1,
             "position": self.steps_done(),
         }
+
+    def check_not_older(self, step: int, state: Mapping[str, Any] | None) -> None:
+        """StoreError when the file is older than the checkpoint of ``step`` with ``state``."""
+        here = self.state()
+        expected = {"position": step, **(state or {})}
+        if expected["position"] != step:
+            raise StoreError(f"the checkpoint of step {step} holds the store's state of step {expected['position']}")
+        for name in ("position", "next_group_id", "next_cursor"):
+            if here[name] < expected.get(name, 0):
+                raise StoreError(
+                    f"{self._path} is older than the checkpoint of step {step} ({name} is {here[name]}, not at least "
+                    f"{expected[name]}); put back the file that belongs to it, or resume from an earlier checkpoint"
+                )
 
     def complete_groups(self) -> list[Group]:
         """Groups that are complete and have not ended, in order of group id."""

@@ -122,12 +122,18 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def open_exclusively(path: Path) -> sqlite3.Connection:
-    """Open ``path`` for the one process that writes it, and make it when it is missing or empty.
+def open_exclusively(path: Path, *, create: bool = True) -> sqlite3.Connection:
+    """Open ``path`` for the one process that writes it, and make it when it is missing or empty, or refuse it then.
 
     A reader that looks into it keeps it busy; it is waited for ``BUSY_S`` seconds. Each commit is on disk before it
     returns (synchronous FULL). The connection may be used by any one thread at a time.
     """
+    if not create and (not path.exists() or path.stat().st_size == 0):
+        what = "empty" if path.exists() else "missing"
+        raise StoreError(
+            f"rollout store {path} is {what}, and the run has checkpoints that need it; put back the file that belongs "
+            "to them, with its -wal file if there is one, or start a new run in another --run-dir"
+        )
     deadline = time.monotonic() + BUSY_S
     while True:
         try:
@@ -158,7 +164,7 @@ def _open_at_once(path: Path) -> sqlite3.Connection:
                 connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
             check_identity(connection, path)
             connection.execute(_PARKED)
-    except BaseException:
+    except BaseException:  # not handled here: nothing stays open
         connection.close()
         raise
     return connection
@@ -193,7 +199,7 @@ class ReadOnlyFile:
             try:
                 _copy_consistently(path, copied)
                 self.connection = _open_uri(copied, "mode=ro")
-            except BaseException:
+            except BaseException:  # not handled here: nothing stays open
                 self._copy.cleanup()
                 raise
 
@@ -244,7 +250,7 @@ def _open_uri(path: Path, options: str) -> sqlite3.Connection:
         with store_errors(path):
             connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
             check_identity(connection, path)
-    except BaseException:
+    except BaseException:  # not handled here: nothing stays open
         connection.close()
         raise
     return connection

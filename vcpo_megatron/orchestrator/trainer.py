@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from ..config.models import RunConfig
+from ..config.process import WARNING_PREFIX
 from ..config.run_directory import RunDirectory
 from ..observability.mismatch import MismatchWatch
 from ..types import Batch, StepResult
@@ -98,7 +99,7 @@ class Trainer:
         if self.pacer is not None:
             self.pacer.observe(result.metrics.get("ess/ratio", math.nan))
         if warning := self._mismatch.observe(batch.step, result.metrics):
-            print(f"vcpo: warning: {warning}", flush=True)
+            print(f"{WARNING_PREFIX}{warning}", flush=True)
         if result.skipped:
             print(f"step {batch.step} was skipped: {result.skipped}", flush=True)
         return result
@@ -175,7 +176,7 @@ class Trainer:
         best = await asyncio.to_thread(self._directory.mark_best, self.log.accuracy)
         keep = () if best is None or not self._config.checkpoint.keep_best else (best,)
         for line in await asyncio.to_thread(self._directory.prune, self._config.checkpoint.keep_last, keep):
-            print(f"warning: {line}", flush=True)
+            print(f"{WARNING_PREFIX}{line}", flush=True)
         steps = await asyncio.to_thread(self._directory.complete_steps)
         if not steps:
             return

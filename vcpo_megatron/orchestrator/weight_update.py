@@ -99,7 +99,7 @@ class Updater:
         either."""
         try:
             await self._steps(wave)
-        except BaseException as error:
+        except BaseException as error:  # not handled here: a deadline, too, must leave no server waiting
             await self.courier(wave.weights).failed(str(error) or f"out of time in step {wave.at}")
             raise
 
@@ -123,7 +123,7 @@ class Updater:
 
     async def _begin(self, server: Server) -> None:
         if server in self._unfinished:  # else some servers refuse to begin
-            with contextlib.suppress(ServerError, ProtocolError):
+            with contextlib.suppress(ServerError, ProtocolError):  # it says that there is none
                 await server.client.end_weight_update()
         self._unfinished.add(server)
         await server.client.begin_weight_update()

@@ -71,7 +71,7 @@ def examine(run_root: Path, rollout_python: Path | None = None) -> list[Finding]
         rollout_environment(rollout_python),
         *_gpus(),
         *_kernels(find_kernels(), gpu=bool(visible_gpus())),
-        _layers(),
+        *_layers(find_kernels(), gpu=bool(visible_gpus())),
         _cores(),
         _memory(),
         _file_system(run_root),
@@ -161,12 +161,20 @@ def _kernels(installed: InstalledKernels, *, gpu: bool) -> Iterator[Finding]:
             yield Finding("note", name, f"not installed: torch's is used ({remedy})")
 
 
-def _layers() -> Finding:
-    """Which of Megatron's layers the learner builds."""
-    return Finding(
-        "ok", "layers", "Megatron's local ones, several trajectories a micro-batch, torch's attention; "
-        "TransformerEngine's are not used: they have not passed tests/gpu",
-    )  # fmt: skip
+def _layers(installed: InstalledKernels, *, gpu: bool) -> Iterator[Finding]:
+    """Which layers the learner can build, and how many trajectories a micro-batch they take."""
+    yield Finding("ok", "layers", "Megatron's local ones, several trajectories a micro-batch, torch's attention")
+    if not installed.transformer_engine:
+        if gpu:
+            yield Finding("note", "transformer engine", "not installed: its layers and attention cannot be chosen")
+    elif not gpu:
+        yield Finding("note", "transformer engine", "installed and needs a GPU: its layers cannot be chosen")
+    else:
+        yield Finding(
+            "note", "transformer engine", 'model.core_attention = "transformer_engine": several trajectories a '
+            'micro-batch; model.transformer_impl = "transformer_engine": one. Neither has passed on a GPU: run '
+            "tests/gpu/run.py --only TransformerEngine here first",
+        )  # fmt: skip
 
 
 def _cores() -> Finding:

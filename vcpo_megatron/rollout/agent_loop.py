@@ -47,7 +47,7 @@ def _environment_code(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # fault boundary, see above
         raise EpisodeError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
@@ -218,7 +218,7 @@ class _Runner:
         """``run``, then close the episode; a failure to close never hides why ``run`` failed."""
         try:
             result = await self.run()
-        except BaseException as error:
+        except BaseException as error:  # not handled here: whatever ends an episode, it is closed
             try:
                 await self._close()
             except EpisodeError as second:

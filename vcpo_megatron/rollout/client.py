@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import aiohttp
 
 from ..config.servers import TESTED_SGLANG
+from ..config.text import one_line
 from . import protocol
 from .back_off import BackOff
 from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
@@ -334,14 +335,16 @@ class ServerClient:
                 method, self.base_url + endpoint, data=data, headers=headers, timeout=timeout
             ) as response:
                 text = await response.text()
-                status = response.status
+                status, reason = response.status, response.reason
         except TimeoutError as error:
             reason = str(error) or f"no answer within {timeout_s:g} s"
             raise ServerUnavailable(self.base_url, endpoint, reason) from error
+        except aiohttp.InvalidURL as error:  # says the address only
+            raise ServerUnavailable(self.base_url, endpoint, "this is no address") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnavailable(self.base_url, endpoint, str(error) or type(error).__name__) from error
         if status != 200:
-            raise ServerError(self.base_url, endpoint, status, _error_message(text))
+            raise ServerError(self.base_url, endpoint, status, _error_message(text) or reason or "without a reason")
         return _decode(text, self.base_url + endpoint)
 
 
@@ -360,10 +363,10 @@ def _error_message(text: str) -> str:
     try:
         reply = json.loads(text)
     except json.JSONDecodeError:
-        return text.strip()[:500]
+        return one_line(text, 500)
     if isinstance(reply, dict):
         error = reply.get("error", reply)
         message = error.get("message") if isinstance(error, dict) else error
         if message:
             return str(message)
-    return text.strip()[:500]
+    return one_line(text, 500)

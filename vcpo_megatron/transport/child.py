@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..config.process import ERROR_PREFIX
+from ..config.text import one_line
 
 _PR_SET_PDEATHSIG = 1
 #: Loaded before any fork: the child may not take the loader's locks.
@@ -34,7 +35,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 #: First line that ``start_child`` writes into a log. What comes before it belongs to an earlier start.
 _STARTED = "vcpo: started "
 _TAIL_BYTES = 256 * 1024
-_MESSAGE_LENGTH = 500
+_MESSAGE_LENGTH = 1000
 #: A line that tells an error, as Python writes it last: "torch.OutOfMemoryError: ...", maybe with the rank before it.
 _ERROR_LINE = re.compile(r"(\[[^\]]*\]:?\s*)?([A-Za-z_][\w.]*(Error|Exception)|Fatal Python error)(:|$)")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -69,7 +70,7 @@ def start_child(
         raise RuntimeError(f"{command[0]}: children are started from the main thread only: they die with the thread")
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as output:
-        shown = " ".join(" ".join(command).split())[:_MESSAGE_LENGTH]  # one line, whatever an argument holds
+        shown = one_line(" ".join(command), _MESSAGE_LENGTH)  # whatever an argument holds
         output.write(f"{_STARTED}{time.strftime('%Y-%m-%d %H:%M:%S')} {shown}\n".encode(errors="replace"))
         output.flush()
         return subprocess.Popen(
@@ -111,7 +112,7 @@ def stop_child(process: subprocess.Popen[bytes], *, grace_s: float) -> int:
 
 def last_error(log: Path) -> str | None:
     """Why the process that wrote ``log`` ended: its last "vcpo: error: " line without the prefix, else its last line
-    that tells an error; None when it wrote none since its last start. One line of at most 500 characters."""
+    that tells an error; None when it wrote none since its last start. One line of at most 1,000 characters."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -124,7 +125,7 @@ def last_error(log: Path) -> str | None:
             break
         line = _ESCAPES.sub("", raw).strip()
         if line.startswith(ERROR_PREFIX.strip()):
-            return line.removeprefix(ERROR_PREFIX.strip()).strip()[:_MESSAGE_LENGTH]
+            return one_line(line.removeprefix(ERROR_PREFIX.strip()), _MESSAGE_LENGTH)
         if fallback is None and _ERROR_LINE.match(line):
-            fallback = line[:_MESSAGE_LENGTH]
+            fallback = one_line(line, _MESSAGE_LENGTH)
     return fallback

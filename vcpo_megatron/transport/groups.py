@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..config.text import one_line
+
 #: Plan of a bucket: [name, dtype as "float32", shape] of each tensor.
 Entries = Sequence[tuple[str, str, Sequence[int]]]
 
@@ -40,7 +42,7 @@ def find_store(address: str, port: int, timeout_s: float) -> Any:
             pass
         return dist.TCPStore(address, port, None, False, datetime.timedelta(seconds=timeout_s))
     except (OSError, dist.DistError, RuntimeError) as error:
-        raise GroupError(f"no store at {address}:{port}: {' '.join(str(error).split())[:200]}") from error
+        raise GroupError(f"no store at {address}:{port}: {one_line(error)}") from error
 
 
 class WeightGroup:
@@ -59,8 +61,7 @@ class WeightGroup:
             else:
                 self._group = dist.ProcessGroupGloo(keys, rank, world_size, timeout)
         except (dist.DistError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise GroupError(f"weight group {name} of {world_size} did not come together: {reason}") from error
+            raise GroupError(f"weight group {name} of {world_size} did not come together: {one_line(error)}") from error
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """``tensor``, on the group's device, from rank 0 to all; GroupError when a peer goes away."""
@@ -71,7 +72,7 @@ class WeightGroup:
             if self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
         except (dist.DistError, RuntimeError) as error:
-            raise GroupError(f"a broadcast of weights failed: {' '.join(str(error).split())[:200]}") from error
+            raise GroupError(f"a broadcast of weights failed: {one_line(error)}") from error
 
 
 def flat_size(entries: Entries) -> int:

@@ -2,6 +2,7 @@
 
     orchestrator (ROUTER, asyncio)                    learner rank 0 (DEALER, blocking)
         <-- Hello        once, with the run's token
+        <-- Loaded       once, when its parameters are those of that version
         <-- WeightsReady after the start and after every step, followed by its buckets
         --> SyncDone     the weights were taken over; the next ones may come
         --> OpenGroup    <-- GroupOpened    rollout.sync = "distributed": servers and sender meet at an address
@@ -31,11 +32,18 @@ class ControlError(RuntimeError):
 
 @dataclass(frozen=True)
 class Hello:
-    """First message of the learner. ``version`` is the policy that its parameters are."""
+    """First message of the learner. ``version`` is the policy that its parameters are to be."""
 
     token: str
     version: PolicyVersion
     world_size: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """All ranks hold ``version``: what a resumed run goes back to could be read, and is what was written."""
+
+    version: PolicyVersion
 
 
 @dataclass(frozen=True)
@@ -193,9 +201,9 @@ class Heartbeat:
 
 
 Message = (
-    Hello | WeightsReady | SyncDone | Probe | ProbeResult | BatchReady | StepDone | LeaveStep | StepLeft | Checkpoint
-    | CheckpointDone | Stop | Error | Heartbeat | OpenGroup | GroupOpened | SendWeights | WeightsSent | CloseGroups
-    | GroupsLost | ReleaseWeights
+    Hello | Loaded | WeightsReady | SyncDone | Probe | ProbeResult | BatchReady | StepDone | LeaveStep | StepLeft
+    | Checkpoint | CheckpointDone | Stop | Error | Heartbeat | OpenGroup | GroupOpened | SendWeights | WeightsSent
+    | CloseGroups | GroupsLost | ReleaseWeights
 )  # fmt: skip
 #: What the learner's sender of weights reads, whatever its main thread does meanwhile.
 FOR_SENDER = (SyncDone, OpenGroup, SendWeights, CloseGroups, ReleaseWeights)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ...config.text import one_line
 from .errors import ModelError, RequestError
 from .generation import Generation
 from .scheduler import Scheduler
@@ -124,9 +125,8 @@ class Engine:
                         self.scheduler.step()
                     self._deliver()
         except Exception as error:  # fault boundary of the engine: whatever it was, nobody may wait for ever
-            log.debug("engine failed", exc_info=True)
-            reason = " ".join(str(error).split())[:300]
-            self.failure = f"the engine failed: {type(error).__name__}: {reason}"
+            log.error("engine failed", exc_info=True)
+            self.failure = f"the engine failed: {type(error).__name__}: {one_line(error)}"
             self._loop.call_soon_threadsafe(self._fail_waiters)
 
     def _take_commands(self) -> None:
