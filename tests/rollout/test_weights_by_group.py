@@ -6,6 +6,7 @@ The sender is the learner's own broadcaster.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -161,9 +162,11 @@ def test_a_folder_is_read_whole(use: Callable[..., Any], versions: Any) -> None:
 @pytest.mark.sglang
 @pytest.mark.timeout(900)
 def test_both_ranks_of_a_real_server_take_their_places_in_the_group(
-    start_sglang: Callable[..., Any], versions: Any, sender: Broadcaster
+    start_sglang: Callable[..., Any], versions: Any, sender: Broadcaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a joined server, which tells how many it has; each loads its part of what is broadcast."""
+    core = min(os.sched_getaffinity(0))
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{core}|{core}")  # else it wants a memory node a rank
     server = start_sglang(versions.folder, "--tensor-parallel-size", "2")
 
     async def scenario() -> None:
