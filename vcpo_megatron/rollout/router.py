@@ -23,7 +23,7 @@ from .protocol import ProtocolError
 from .server_info import UnsupportedServer, router_workers
 
 #: Pauses between questions about its workers while they are not those that it should have.
-_ASK_S = (0.05, 2.0)
+_ASK_S = (0.25, 5.0)
 #: Sampling parameters whose log-probs need a field that it drops.
 _RESTRICTING = ("top_p", "top_k", "min_p")
 
