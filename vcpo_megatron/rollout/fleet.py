@@ -376,11 +376,11 @@ class Fleet:
 
 async def _begin(server: Server) -> bool:
     """Whether the server is ready; UnsupportedServer when it cannot do what training needs."""
-    if not await server.client.ready():
-        return False
     try:
-        if server.joined:
+        if server.joined:  # while it is paused it says that it is not ready
             await server.client.adopt()
+        if not await server.client.ready():
+            return False
         await server.client.check_capabilities()
     except (ServerError, ServerUnavailable):  # not yet; the deadline of its start bounds this
         return False
