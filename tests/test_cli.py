@@ -402,10 +402,12 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_cheap_refusals_of_convert_need_no_torch(tmp_path: Path) -> None:
-    here, missing = str(tmp_path), str(tmp_path / "none")
+    here, missing, other = str(tmp_path / "here"), str(tmp_path / "none"), str(tmp_path / "other")
+    for folder in (here, other):
+        Path(folder).mkdir()
     for arguments, says in (
         (["import", missing, "out"], f"{missing} does not exist or is not a folder"),
-        (["import", here, here], f"{here} exists: give another name, or remove it"),
+        (["import", here, other], f"{other} exists: give another name, or remove it"),
         (["export", missing, "out"], f"{missing} does not exist or is not a folder"),
         (["verify", here, missing], f"{missing} does not exist or is not a folder"),
     ):

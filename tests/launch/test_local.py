@@ -35,7 +35,6 @@ import json, sys
 from pathlib import Path
 from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.config.run_directory import RunDirectory
-from vcpo_megatron.launch import workspace
 from vcpo_megatron.launch.local import Options, run
 
 order = json.loads(sys.argv[1])

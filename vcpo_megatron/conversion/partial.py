@@ -36,13 +36,13 @@ class Partial:
     """
 
     def __init__(self, out: Path, plan: Mapping[str, Any], needed_bytes: int, sources: Iterable[Path] = ()) -> None:
-        self.out, self.path = out, out.parent / f"{out.name}.partial"
+        self.out, self.path = out, _partial_of(out)
         self.steps: list[Any] = []
         self._lock: BinaryIO | None = None
         self._made: list[Path] = []  # folders, deepest first
         try:
             with self._undone_by_errors():
-                self._require_apart(sources)
+                require_apart(out, sources)
                 require_absent(out)
                 self._require_ours()
                 self._require_room(plan, needed_bytes)
@@ -50,16 +50,6 @@ class Partial:
         except BaseException:
             self.release()
             raise
-
-    def _require_apart(self, sources: Iterable[Path]) -> None:
-        for written in (Path(os.path.realpath(path)) for path in (self.out, self.path)):
-            for source in sources:
-                read = Path(os.path.realpath(source))
-                if written == read or written in read.parents or read in written.parents:
-                    raise ConversionError(
-                        f"{self.out}: it or {self.path.name} is, holds or lies in {source}, which is only read: "
-                        "give a name elsewhere"
-                    )
 
     def _require_ours(self) -> None:
         """Nothing is removed that no conversion has written."""
@@ -195,6 +185,22 @@ class Partial:
         for folder in self._made:
             with suppress(OSError):  # removed already, never made, or used by others meanwhile
                 folder.rmdir()
+
+
+def _partial_of(out: Path) -> Path:
+    return out.parent / f"{out.name}.partial"
+
+
+def require_apart(out: Path, sources: Iterable[Path]) -> None:
+    """ConversionError when the result would be, hold or lie in what is only read."""
+    for written in (Path(os.path.realpath(path)) for path in (out, _partial_of(out))):
+        for source in sources:
+            read = Path(os.path.realpath(source))
+            if written == read or written in read.parents or read in written.parents:
+                raise ConversionError(
+                    f"{out}: it or {_partial_of(out).name} is, holds or lies in {source}, which is only read: "
+                    "give a name elsewhere"
+                )
 
 
 def require_absent(out: Path) -> None:
