@@ -63,7 +63,7 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "out", ["checkpoints/step_7", "exports/step_4", "checkpoints/abandoned/attempt_3/step_9", "checkpoints/mine", "mine"]
+    "out", ["checkpoints/step_7", "exports/step_4", "checkpoints/abandoned/attempt_3/step_9", "exports/mine", "mine"]
 )
 def test_nothing_is_put_into_a_run(
     folder: Path, run: RunDirectory, out: str, capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,13 @@ from safetensors.torch import load_file, save_file
 from vcpo_megatron import cli, cli_convert
 from vcpo_megatron.conversion import partial, verify, writer
 from vcpo_megatron.conversion.verify import FolderTensors
+from vcpo_megatron.learner import convert as convert_module
 from vcpo_megatron.learner.checkpoint_files import CheckpointWriter
 from vcpo_megatron.learner.convert import Layout, OpenedCheckpoint, import_hf
 
 from .families import make_family, without_checksums
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +199,18 @@ def test_a_checkpoint_whose_configuration_is_nested_without_end(
         assert "cannot be read" in line and "recursion" in line
 
 
+def test_a_byte_order_mark(folder: Path, tmp_path: Path) -> None:
+    """It is taken, and goes no further: no engine reads it."""
+    shutil.copytree(folder, marked := tmp_path / "marked")
+    plain = (folder / "config.json").read_bytes()
+    (marked / "config.json").write_bytes(b"\xef\xbb\xbf" + plain)
+    assert convert("verify", folder, marked) == 0
+    assert convert("import", marked, tmp_path / "checkpoint", "--quiet") == 0
+    assert convert("export", tmp_path / "checkpoint", tmp_path / "back", "--quiet") == 0
+    assert (tmp_path / "checkpoint" / "hf" / "config.json").read_bytes() == plain
+    assert (tmp_path / "back" / "config.json").read_bytes() == plain
+
+
 # --- Ctrl-C -----------------------------------------------------------------------------------
 
 
@@ -252,6 +270,81 @@ def test_an_interrupted_export_and_verify_are_130(
     monkeypatch.setattr(verify, "compare", stop)
     assert convert("verify", folder, tmp_path / "out") == 130
     assert capsys.readouterr().err == "vcpo: error: interrupted\n"
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek-moe-yarn"])  # the second has biases that stay float32
+def test_a_resumed_import_ends_at_100_percent(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, shown, write = make_family(family, tmp_path / "hf"), list[Any](), CheckpointWriter.write
+
+    class Shown(partial.Progress):
+        def end(self) -> None:
+            shown.append((self._done, self._total, self.line(1.0)))
+
+    def interrupted(self: CheckpointWriter, *arguments: Any) -> None:
+        if len(self.entries) == 12:
+            raise KeyboardInterrupt
+        write(self, *arguments)
+
+    monkeypatch.setattr(convert_module, "Progress", Shown)
+    monkeypatch.setattr(convert_module, "SYNC_BYTES", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "write", interrupted)
+        assert convert("import", source, tmp_path / "out", "--quiet", "--dtype", "bfloat16") == 130
+    assert convert("import", source, tmp_path / "out", "--quiet", "--dtype", "bfloat16") == 0
+    (before, total, _), (after, _, line) = shown
+    assert 0 < before < after == total and "(100 %)" in line and line.endswith(", 0 s left")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_told_as_ctrl_c_is(
+    folder: Path, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    handler, write = signal.getsignal(number), CheckpointWriter.write
+
+    def stopped(*arguments: Any) -> None:
+        os.kill(os.getpid(), number)
+        write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "write", stopped)
+        assert convert("import", folder, tmp_path / "out", "--quiet") == 128 + number
+    message = f"interrupted by {number.name}; the same command goes on where the work was last recorded"
+    assert capsys.readouterr().err == f"vcpo: error: {message}\n"
+    assert signal.getsignal(number) is handler
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    assert convert("import", folder, tmp_path / "out", "--quiet") == 0
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def test_names_reach_the_terminal_as_text(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder, bad := tmp_path / "bad")
+    tensors = load_file(bad / "model.safetensors")
+    save_file({**tensors, "\x1b[2J\u202eclear": torch.ones(1)}, bad / "model.safetensors", metadata={"format": "pt"})
+    assert convert("import", bad, tmp_path / "out", "--quiet") == 1
+    assert "1 tensors that LlamaForCausalLM with 2 layers does not have: \\x1b[2J\\u202eclear: " in (
+        capsys.readouterr().err
+    )
+    changed = with_config(folder, tmp_path / "changed", **{"\x1b[2J": 1})
+    assert convert("verify", folder, changed) == 1
+    assert capsys.readouterr().out == "A and B differ: config.json: \\x1b[2J is None in A and 1 in B\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+def test_a_name_that_is_no_utf_8(folder: Path, tmp_path: Path, encoding: str) -> None:
+    out = os.fsencode(tmp_path) + b"/caf\xe9 \xc3\xa9"
+    command = [sys.executable, "-m", "vcpo_megatron", "convert", "import", os.fsencode(folder), out]
+    done = subprocess.run(
+        command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, cwd=ROOT, timeout=300
+    )
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
+    name = "caf\\udce9 \\xe9" if encoding.startswith("ascii") else "caf\\udce9 é"
+    assert done.stdout.decode() == f"{tmp_path}/{name}: imported from {folder}\n"
+    assert os.path.exists(out + b"/metadata.json")
 
 
 def test_errors_at_the_start_are_the_outputs_own(
