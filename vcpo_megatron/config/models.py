@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from .methods import METHODS, Method
 
@@ -31,9 +32,9 @@ class Section(BaseModel):
     def _representable(cls, value: Any) -> Any:
         """SQLite, torch and the schedulers keep integers in 64 bits, and models compute in float32."""
         if isinstance(value, int) and abs(value) >= 2**63:
-            raise ValueError("must be less than 2^63")
+            raise PydanticCustomError("size", "less than 2^63 in size")
         if isinstance(value, float) and math.isfinite(value) and value and not 1e-38 < abs(value) < 1e38:
-            raise ValueError("must be 0 or have a size between 1e-38 and 1e38, which float32 can hold")
+            raise PydanticCustomError("size", "0 or between 1e-38 and 1e38 in size, as float32 is")
         return value
 
 
