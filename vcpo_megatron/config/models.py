@@ -41,7 +41,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The model that is trained, and how it is held in memory."""
 
-    path: Path = Field(description="Hugging Face folder: config.json, safetensors, tokenizer")
+    path: Path = Field(
+        description="Hugging Face folder: config.json, safetensors, tokenizer; it may have moved at a resume"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of parameters and activations in learner and servers; gradients are float32"
     )
