@@ -65,6 +65,9 @@ def test_values_at_the_limit_are_allowed(make: Callable[..., RunConfig], changes
     assert problems(make(*changes)) == []
 
 
+#: A run whose requests go through a router.
+ROUTED = [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("rollout.router", "http://r:1")]
+
 BAD = [
     ([("parallel.context", 2)], "launch.learner_ranks = 1", "; 2 would be"),
     ([("parallel.expert", 2), ("launch.learner_ranks", 2)], "parallel.expert = 2", "has no experts"),
@@ -138,6 +141,10 @@ BAD = [
      "rollout.addresses = ['http://a:99999']", "is not http://"),
     ([("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",) * 2)],
      "rollout.addresses = ['http://a:1', 'http://a:1']", "named twice"),
+    ([("rollout.router", "http://r:1")], "rollout.router = http://r:1", 'only used with rollout.engine = "sglang"'),
+    ([*ROUTED, ("rollout.router", "r:1")], 'rollout.router = "r:1"', "is not http://"),
+    ([*ROUTED, ("rollout.router", "http://a:1/")], 'rollout.router = "http://a:1/"', "one of rollout.addresses too"),
+    ([*ROUTED, ("rollout.pause_mode", "in_place")], 'rollout.router = "http://r:1"', "in_place"),
     ([("environment.data", Path("/nowhere.jsonl"))], "environment.data = /nowhere.jsonl", "no such file"),
     ([("environment.heldout", Path("/"))], "environment.heldout = /", "not a file"),
     ([("launch.control_port", 5000), ("launch.master_port", 5000)],
@@ -356,3 +363,15 @@ def test_packages_that_a_pth_file_adds_count(rollout_python: Path, tmp_path: Pat
 def test_joined_servers_need_no_interpreter(make: Callable[..., RunConfig]) -> None:
     joined = make(("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:30000", "http://b:30000/")))
     assert problems(joined) == [] and (joined.rollout.started, joined.rollout.fleet_size) == (0, 2)
+
+
+def test_a_router_stands_in_front_of_joined_servers_alone(
+    make: Callable[..., RunConfig], make_model: Callable[..., Path], rollout_python: Path
+) -> None:
+    assert problems(make(*ROUTED)) == [] == problems(make(*ROUTED, ("rollout.pause_mode", "abort")))
+    started = [("rollout.engine", "sglang"), ("rollout.python", rollout_python), ("rollout.router", "http://r:1")]
+    (problem,) = problems(make(*started))
+    assert problem.startswith('rollout.router = "http://r:1": needs rollout.addresses')
+    experts = ("model.path", make_model(**EXPERTS)), ("rollout.routing_replay", True)
+    found = [problem for problem in problems(make(*ROUTED, *experts)) if problem.startswith("rollout.router")]
+    assert len(found) == 1 and "drops return_routed_experts, which rollout.routing_replay = true needs" in found[0]

@@ -163,10 +163,15 @@ class FakeClient:
             raise ServerUnavailable(URL, "/x", "connection refused")
 
     async def ready(self) -> bool:
-        return self.process is not None and self.process.code is None
+        return self.process is not None and self.process.code is None and not self.paused
 
     async def adopt(self) -> None:
+        self._alive()
         self.events.append("adopt")
+        self.session, self.version = None, "unknown"
+        self.aborted.set()
+        self.aborted = asyncio.Event()
+        await self.resume()
 
     async def check_capabilities(self) -> None:
         self._alive()

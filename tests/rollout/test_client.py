@@ -310,14 +310,16 @@ def test_a_split_that_weights_do_not_reach_is_refused(said: dict[str, Any], mess
 
 def test_what_another_run_left_is_undone() -> None:
     seen: list[str] = []
+    unknown = {"new_version": "unknown", "abort_all_requests": True}
 
     async def handle(request: web.Request) -> web.StreamResponse:
         seen.append(request.path)
+        assert request.path != "/update_weight_version" or await request.json() == unknown
         status = {"/end_weight_update": 400, "/workers": 404}.get(request.path, 200)
         return web.json_response({"success": status == 200, "message": "no session is open"}, status=status)
 
     against(handle, lambda client: client.adopt())
-    assert seen == ["/workers", "/end_weight_update", "/continue_generation"]
+    assert seen == ["/workers", "/end_weight_update", "/update_weight_version", "/continue_generation"]
 
 
 async def router(request: web.Request) -> web.StreamResponse:
@@ -332,7 +334,7 @@ async def router(request: web.Request) -> web.StreamResponse:
 def test_a_router_is_refused_and_its_workers_are_named() -> None:
     async def scenario(client: ServerClient) -> None:
         assert await client.ready()
-        with pytest.raises(UnsupportedServer, match=r"sglang-router: .* return_routed_experts .*: http://b:1, h"):
+        with pytest.raises(UnsupportedServer, match=r"sglang-router, .* set rollout.router to it, .*: http://b:1, h"):
             await client.adopt()
 
     against(router, scenario)

@@ -278,6 +278,68 @@ def test_a_prefix_that_old_weights_have_read_is_not_used_again(engine: Engine, v
         assert worst(result.logprobs, oracle(versions, version, result, prompt)) < TOLERANCE
 
 
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_without_a_cache_key_a_pause_is_enough(engine: Engine, versions: Versions, mode: PauseMode) -> None:
+    """As requests through a router are: they arrive before, while and after the weights change, with one prompt."""
+    prompt = [1 + index % 90 for index in range(64)]
+
+    async def scenario(client: ServerClient) -> list[GenerateResult]:
+        def ask(name: str, tokens: int) -> asyncio.Task[GenerateResult]:
+            sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+            return asyncio.create_task(client.generate(prompt, sampling, f"{mode}-{name}"))
+
+        answers = [await ask("before", 4), ask("long", 400)]
+        await asyncio.sleep(engine.mid_s)
+        answers += [ask(f"at-{index}", 4) for index in range(4)]
+        await asyncio.sleep(0)
+        paused = asyncio.create_task(client.pause(mode))
+        answers += [ask(f"beside-{index}", 4) for index in range(4)]
+        await paused
+        answers += [ask(f"paused-{index}", 4) for index in range(4)]
+        await asyncio.sleep(0.1)
+        await load(client, versions, "1")
+        client.cache_key = None
+        await client.resume()
+        answers.append(ask("after", 4))
+        results = [await answer if isinstance(answer, asyncio.Task) else answer for answer in answers]
+        await client.pause("retract")
+        await load(client, versions, "0")
+        await client.resume()
+        return results
+
+    results = engine.use(scenario)
+    assert {span.version for result in results for span in result.spans} == {"0", "1"}
+    assert results[-1].spans == (Span(0, 4, "1"),)
+    for result in results:
+        for start, end, version in result.spans:
+            expected = oracle(versions, version, result, prompt)[start:end]
+            assert worst(result.logprobs[start:end], expected) < TOLERANCE
+
+
+def test_a_server_that_is_adopted_half_loaded_names_no_version(engine: Engine, versions: Versions) -> None:
+    """Its name for its weights is that of the update which began; what waits in it has its tokens' old name or none."""
+    tensors = versions.tensors("1")
+    half = base64.b64encode(pickle.dumps(tensors[: len(tensors) // 2]))
+
+    async def scenario(client: ServerClient) -> tuple[GenerateResult, GenerateResult]:
+        answer = asyncio.create_task(client.generate(PROMPT, LONG, "cut"))
+        await asyncio.sleep(engine.mid_s)
+        await client.pause("retract")
+        await client.begin_weight_update()
+        await client.update_weights_from_tensor(half, "1")
+        await client.adopt()
+        results = await answer, await client.generate(PROMPT, replace(LONG, max_new_tokens=3), "later")
+        await client.pause("retract")
+        await load(client, versions, "0")
+        await client.resume()
+        return results
+
+    cut, later = engine.use(scenario)
+    assert cut.finish_reason == "abort" and {span.version for span in cut.spans} <= {"0"}  # SGLang may drop its tokens
+    assert worst(cut.logprobs, oracle(versions, "0", cut)) < TOLERANCE
+    assert later.spans == (Span(0, 3, "unknown"),)
+
+
 class _Task:
     """An environment of one answer, and its only episode."""
 

@@ -350,6 +350,19 @@ def test_a_joined_server_that_is_lost_is_left_alone_until_it_answers(capsys: pyt
     assert "rollout server 0 cannot be reached, it runs at http://fake" in capsys.readouterr().out
 
 
+def test_a_joined_server_that_was_left_paused_is_resumed_before_it_is_ready() -> None:
+    """SGLang says that it is not ready while it is paused."""
+
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        await clients[0].pause("retract")
+        await fleet.replace(fleet.servers[0])
+        assert not await clients[0].ready() and not fleet.servers[0].available
+        await fleet.changes.until(lambda: fleet.servers[0].available or None, 5)
+        assert not clients[0].paused
+
+    watched(work, joined=True)
+
+
 def test_a_joined_server_that_never_answers_ends_the_run_before_it_begins() -> None:
     server = Server(0, ServerClient("http://127.0.0.1:9", 10, 1.0), Path("/nowhere"), joined=True)
     there = Server(1, FakeClient(1), Path("/nowhere"), joined=True)  # type: ignore[arg-type]

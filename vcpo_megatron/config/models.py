@@ -194,6 +194,9 @@ class RolloutConfig(Section):
     servers: int = Field(1, ge=1, description="servers to start; those of rollout.addresses are joined instead")
     python: Path | None = Field(None, description="interpreter of the environment that SGLang is installed in")
     addresses: tuple[str, ...] = Field((), description="servers that run already, as http://HOST:PORT: joined")
+    router: str | None = Field(
+        None, description="sglang-router, as http://HOST:PORT, that requests go through to the servers of addresses"
+    )
     tensor_parallel: int = Field(1, ge=1, description="GPUs of one server")
     args: tuple[str, ...] = Field((), description="further arguments of every SGLang server")
     port: int = Field(0, ge=0, le=65535, description="port of the first server, the next ones follow; 0: any free")

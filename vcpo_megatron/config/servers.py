@@ -29,7 +29,8 @@ def server_problems(config: RunConfig) -> Iterator[str]:
     """What keeps the rollout servers from being started or joined, a line each."""
     rollout = config.rollout
     if rollout.engine != "sglang":
-        for name, unset in (("python", None), ("addresses", ()), ("tensor_parallel", 1), ("args", ())):
+        unset_values = {"python": None, "addresses": (), "router": None, "tensor_parallel": 1, "args": ()}
+        for name, unset in unset_values.items():
             if (value := getattr(rollout, name)) != unset:
                 shown = list(value) if isinstance(value, tuple) else value
                 yield f'rollout.{name} = {shown}: only used with rollout.engine = "sglang"; set that or remove it'
@@ -39,6 +40,8 @@ def server_problems(config: RunConfig) -> Iterator[str]:
             'rollout.engine = "sglang": staleness.lag = "exact" repeats a run bit for bit, which is tested with the '
             'embedded engine only; use lag = "bounded" or engine = "embedded"'
         )
+    if rollout.router is not None:
+        yield from _router(config, rollout.router)
     if rollout.addresses:
         yield from _joined(config)
     elif rollout.python is None:
@@ -59,15 +62,37 @@ def _joined(config: RunConfig) -> Iterator[str]:
         if getattr(rollout, name) != unset:
             yield f"rollout.{name}: the servers of rollout.addresses run already; remove one of the two"
     for address in rollout.addresses:
-        try:
-            parts = urlsplit(address)
-            fits = parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/")
-        except ValueError:
-            fits = False
-        if not fits:
+        if not _is_address(address):
             yield f"rollout.addresses = {list(rollout.addresses)}: {address!r} is not http://HOST:PORT"
     if len(set(rollout.addresses)) < len(rollout.addresses):
         yield f"rollout.addresses = {list(rollout.addresses)}: a server is named twice"
+
+
+def _is_address(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        return bool(parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/"))
+    except ValueError:
+        return False
+
+
+def _router(config: RunConfig, address: str) -> Iterator[str]:
+    """What sglang-router 0.3.2 leaves out of requests, and what needs to know the server that a request goes to."""
+    rollout = config.rollout
+    named = f'rollout.router = "{address}"'
+    if not _is_address(address):
+        yield f"{named}: is not http://HOST:PORT"
+    if not rollout.addresses:
+        yield f"{named}: needs rollout.addresses, the servers behind it, which get their weights from the run itself"
+    elif address.rstrip("/") in {server.rstrip("/") for server in rollout.addresses}:
+        yield f"{named}: is one of rollout.addresses too, which are the servers behind it"
+    if rollout.routing_replay:
+        yield f"{named}: drops return_routed_experts, which rollout.routing_replay = true needs; remove one of the two"
+    if rollout.pause_mode == "in_place":
+        yield (
+            f'{named}: rollout.pause_mode = "in_place" keeps caches, and a request cannot name the weights whose cache '
+            'it may read where the router chooses its server; use "retract" or "abort"'
+        )
 
 
 def _interpreter(python: Path) -> Iterator[str]:

@@ -23,6 +23,7 @@ from ..rollout.client import ServerError, ServerUnavailable
 from ..rollout.fleet import Changes, FleetError
 from ..rollout.open_files import allow_connections
 from ..rollout.protocol import ProtocolError
+from ..rollout.router import sampling_problem
 from ..transport.control import ControlServer
 from ..transport.messages import ControlError
 from .failures import one_line
@@ -45,6 +46,8 @@ def make_parts(context: ProcessContext, config: RunConfig) -> Parts:
     """The real parts of a run; errors in what they need are raised before any server starts."""
     shape = read_model(config.model.path)
     environment = make_environment(config.environment, config.model.path, config.train.seed)
+    if config.rollout.router is not None and (problem := sampling_problem(environment.sampling)) is not None:
+        raise ConfigError([problem])
     changes = Changes()
     recorded = open_recorded(config) if config.rollout.engine == "replay" else None
     steps = recorded_steps(recorded, config, context.resume_step or 0) if recorded else config.train.steps

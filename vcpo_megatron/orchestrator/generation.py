@@ -161,8 +161,7 @@ class Generation:
 
     def _admit(self, lease: Lease) -> None:
         group_id, position, example = self._next()
-        version = lease.server.version
-        assert version is not None
+        version = lease.held
         self._positions[group_id] = position
         self._batcher.admit(group_id, example.prompt_id, version.number)
         size = self._rules.group_size

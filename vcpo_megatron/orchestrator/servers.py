@@ -14,6 +14,7 @@ from ..config.models import RunConfig
 from ..config.process import ProcessContext
 from ..rollout.client import ServerClient
 from ..rollout.fleet import Changes, Fleet, FleetOptions
+from ..rollout.router import Router, RouterClient
 from ..rollout.routing import RoutingShape
 from ..rollout.server import Process, Server
 from ..rollout.sglang import SglangServer
@@ -92,4 +93,16 @@ def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, chan
         health_interval_s=rollout.health_interval_s,
         health_timeout_s=rollout.health_timeout_s,
     )
-    return Fleet(servers, options, launch=launch, stop=stop, changes=changes)
+    return Fleet(servers, options, launch=launch, stop=stop, changes=changes, router=_router(config, vocab_size))
+
+
+def _router(config: RunConfig, vocab_size: int) -> Router | None:
+    rollout = config.rollout
+    if rollout.router is None:
+        return None
+    return Router(
+        RouterClient(rollout.router, vocab_size, rollout.request_timeout_s),
+        [address.rstrip("/") for address in rollout.addresses],
+        interval_s=rollout.health_interval_s,
+        timeout_s=rollout.start_timeout_s,
+    )

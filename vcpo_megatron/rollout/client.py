@@ -24,7 +24,7 @@ from . import protocol
 from .back_off import BackOff
 from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
 from .routing import RoutingShape
-from .server_info import ServerInfo, UnsupportedServer
+from .server_info import ServerInfo, UnsupportedServer, router_workers
 
 #: Establishing a TCP connection is quick or hopeless; it does not get the whole request timeout.
 CONNECT_TIMEOUT_S = 10.0
@@ -229,28 +229,30 @@ class ServerClient:
         return str((await self.model_info()).get("weight_version"))
 
     async def adopt(self) -> None:
-        """Undo what another run may have left: an update that it did not end, a pause. UnsupportedServer for what
-        cannot be paused and updated, an sglang-router among them."""
+        """Undo what another run, or an update that was lost, may have left: an update that did not end, a pause.
+        UnsupportedServer for what cannot be paused and updated, an sglang-router among them.
+
+        Which weights it then has is not known, so no answer may name a version for them; those in flight end first.
+        """
         await self._refuse_router()
         with contextlib.suppress(ServerError):  # it says that there is none
             await self.end_weight_update()
         try:
+            await self._post(protocol.UPDATE_WEIGHT_VERSION, protocol.unknown_weights_body())
             await self.resume()
         except ServerError as error:
             await self._refuse(error)
 
     async def _refuse_router(self) -> None:
-        """What an sglang-router (0.3.2) keeps from its workers: docs/rollout_servers.md."""
+        """It has no weights, and passes none on (0.3.2): docs/rollout_servers.md."""
         try:
             reply = await self._request("GET", protocol.WORKERS, None, STATUS_TIMEOUT_S)
         except ServerError:  # SGLang does not know it
             return
-        if isinstance(reply, dict) and isinstance(workers := reply.get("workers"), list):
-            urls = [str(worker["url"]) for worker in workers if isinstance(worker, dict) and "url" in worker]
+        if (workers := router_workers(reply)) is not None:
             raise UnsupportedServer(
-                f"{self.base_url} is an sglang-router: it passes on no pause and no weights, sends requests to workers "
-                "that miss an update, and drops return_routed_experts and return_sampling_mask; set rollout.addresses "
-                f"to its workers: {', '.join(urls) or 'it has none now'}"
+                f"{self.base_url} is an sglang-router, which passes on no pause and no weights: set rollout.router to "
+                f"it, and rollout.addresses to its workers: {', '.join(workers) or 'it has none now'}"
             )
 
     async def _refuse(self, error: ServerError) -> NoReturn:
@@ -343,7 +345,7 @@ class ServerClient:
             raise ServerUnavailable(self.base_url, endpoint, "this is no address") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnavailable(self.base_url, endpoint, str(error) or type(error).__name__) from error
-        if status != 200:
+        if status not in (200, 202):  # 202: a router does it a little later
             raise ServerError(self.base_url, endpoint, status, _error_message(text) or reason or "without a reason")
         return _decode(text, self.base_url + endpoint)
 

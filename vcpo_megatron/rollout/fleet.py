@@ -37,6 +37,7 @@ from ..types import PolicyVersion
 from .client import ServerError, ServerUnavailable
 from .health import Health
 from .lease import Lease
+from .router import Router
 from .server import Process, Server, ServerState
 from .server_info import UnsupportedServer
 
@@ -100,7 +101,8 @@ class FleetOptions:
 
 
 class Fleet:
-    """All servers of the run. ``launch(index)`` starts a server's process, ``stop(process)`` ends it."""
+    """All servers of the run. ``launch(index)`` starts a server's process, ``stop(process)`` ends it. ``router``: what
+    requests go through, if anything."""
 
     def __init__(
         self,
@@ -110,8 +112,10 @@ class Fleet:
         launch: Callable[[int], Process],
         stop: Callable[[Process], int],
         changes: Changes,
+        router: Router | None = None,
     ) -> None:
         self.servers = tuple(servers)
+        self.router = router
         self.options = options
         self.changes = changes
         self._launch = launch
@@ -129,8 +133,14 @@ class Fleet:
             self._start(server)
 
     async def answering(self) -> None:
-        """Wait until every server answers; ``supervise``, running beside, ends this wait when one does not."""
-        await self.changes.until(lambda: all(server.available for server in self.servers) or None)
+        """Wait until every server answers, and the router; ``supervise``, running beside, ends this wait when one does
+        not."""
+
+        def look() -> bool | None:
+            known = self.router is None or self.router.members is not None
+            return (known and all(server.available for server in self.servers)) or None
+
+        await self.changes.until(look)
         self._complete = True
 
     async def supervise(self) -> None:
@@ -140,10 +150,13 @@ class Fleet:
             while True:
                 for server in self.servers:
                     self._look(server)
+                self._look_at_router()
                 await asyncio.sleep(_POLL_S)
         finally:
             for server in self.servers:
                 self._forget_questions(server)
+            if self.router is not None:
+                self.router.forget()
 
     async def stop(self) -> None:
         """End all servers that were started here; returns when every process is gone."""
@@ -152,6 +165,8 @@ class Fleet:
         processes = [server.process for server in self.servers if server.process is not None]
         await asyncio.gather(*(asyncio.to_thread(self._stop, process) for process in processes))
         await asyncio.gather(*(server.client.close() for server in self.servers))
+        if self.router is not None:
+            await self.router.client.close()
 
     async def replace(self, server: Server) -> None:
         """Kill a server that lives but no longer does its work; ``supervise`` treats it as dead. A joined one is left
@@ -192,6 +207,21 @@ class Fleet:
             self._look_at_health(server)
         else:  # the weight sync talks to it, with deadlines of its own
             server.health.forget()
+
+    def _look_at_router(self) -> None:
+        if self.router is None:
+            return
+        try:
+            changed = self.router.look([server.client.base_url for server in self.servers if server.serving])
+        except UnsupportedServer as error:
+            raise FleetError(str(error)) from error
+        if changed:
+            self.changes.notify()
+
+    def doubt(self) -> None:
+        """Some server, it is not known which, has not the weights that it was given: all are asked."""
+        for server in self.servers:
+            server.health.doubt()
 
     def _look_at_start(self, server: Server) -> None:
         if server.process is None and not server.joined:
@@ -318,14 +348,22 @@ class Fleet:
         ``allowed(number of its version)``, or None when there is no such server now.
 
         A group larger than a whole server's capacity goes to an idle one: the server queues what it cannot run.
+
+        Behind a router any server may answer, so the oldest version counts, and places are only counted on one.
+        ``among`` passes the router by: those servers are asked themselves.
         """
         servers, capacity = self.servers if among is None else tuple(among), self.options.capacity
+        router = self.router if among is None else None
+        held = [server.version for server in servers if server.version is not None]
+        if not held or (router is not None and not router.members):
+            return None
+        oldest = min(held, key=lambda version: version.number) if router is not None else None
         room = [
             s for s in servers
-            if s.version is not None and allowed(s.version.number)
+            if s.version is not None and allowed((oldest or s.version).number)
             and (s.load == 0 or s.busy + places <= capacity and s.load + places <= _PLACES * capacity)
         ]  # fmt: skip
-        return Lease(self, min(room, key=lambda s: s.order), places, servers) if room else None
+        return Lease(self, min(room, key=lambda s: s.order), places, servers, router, oldest) if room else None
 
     def describe(self) -> str:
         """One phrase a server, for the watchdog."""
@@ -338,11 +376,11 @@ class Fleet:
 
 async def _begin(server: Server) -> bool:
     """Whether the server is ready; UnsupportedServer when it cannot do what training needs."""
-    if not await server.client.ready():
-        return False
     try:
-        if server.joined:
+        if server.joined:  # while it is paused it says that it is not ready
             await server.client.adopt()
+        if not await server.client.ready():
+            return False
         await server.client.check_capabilities()
     except (ServerError, ServerUnavailable):  # not yet; the deadline of its start bounds this
         return False
@@ -352,4 +390,3 @@ async def _begin(server: Server) -> bool:
 def _exit(code: int, log: Path) -> str:
     error = last_error(log) if code > 0 else None
     return f"exit code {code}: {error}" if error else f"exit code {code}"
-

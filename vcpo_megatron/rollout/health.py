@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -35,6 +36,10 @@ class Health:
             self._question.cancel()
         self._question = None
         self.answered()
+
+    def doubt(self) -> None:
+        """Something is wrong with it, or with another server: it is to be asked now."""
+        self.quiet_since = -math.inf
 
     def look(self, client: ServerClient, version: object) -> str | None:
         """Ask if it is time, read the answer if there is one. The name of the weights that the server says it has,

@@ -267,6 +267,11 @@ def init_weights_update_group_body(
     }  # fmt: skip
 
 
+def unknown_weights_body() -> dict[str, Any]:
+    """Body of ``/update_weight_version`` for weights that are no version of a run; ends what is in flight."""
+    return {"new_version": "unknown", "abort_all_requests": True}
+
+
 def update_weights_from_disk_body(path: str, version: str, flush_cache: bool = False) -> dict[str, Any]:
     """Body of ``/update_weights_from_disk``."""
     return {"model_path": path, "weight_version": version, "flush_cache": flush_cache}

@@ -36,3 +36,12 @@ class ServerInfo:
         ranks = sizes["tp_size"]
         assert isinstance(ranks, int)
         return cls(ranks, reply.get("device", "cpu") != "cpu")
+
+
+def router_workers(reply: object) -> dict[str, str] | None:
+    """Address -> id of the workers of an sglang-router, from what it answers to ``/workers``; None for no router."""
+    workers = reply.get("workers") if isinstance(reply, Mapping) else None
+    if not isinstance(workers, list):
+        return None
+    found = [worker for worker in workers if isinstance(worker, Mapping)]
+    return {str(worker.get("url")).rstrip("/"): str(worker.get("id")) for worker in found}
