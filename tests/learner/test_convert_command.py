@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vcpo_megatron import cli, cli_convert
+from vcpo_megatron.config.run_directory import Manifest, RunDirectory
 from vcpo_megatron.conversion import partial
 from vcpo_megatron.conversion.verify import FolderTensors
 from vcpo_megatron.learner.convert import Layout, OpenedCheckpoint, import_hf
@@ -303,3 +304,19 @@ def test_what_each_side_computes_in(folder: Path, tmp_path: Path) -> None:
     silent = with_config(folder, tmp_path / "b", dtype=None)
     save_file(tensors, silent / "model.safetensors", metadata={"format": "pt"})
     assert FolderTensors(silent).computes_in == torch.float16
+
+
+def test_a_run_whose_newest_checkpoint_was_lost_is_not_exported_from_an_earlier_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.checkpoint(1).mkdir(parents=True)
+    directory.complete(1, Manifest(step=1, attempt=1, version_number=1, learner={}, orchestrator={}))
+    directory.resolved.write_text('[model]\npath = "/m"\n[train]\nsteps = 2\n[environment]\nname = "e"\n')
+    (directory.checkpoints / "latest").write_text("step_2\n")
+    assert convert("export", directory.path, tmp_path / "out") == 1
+    assert capsys.readouterr().err == (
+        f"vcpo: error: {directory.checkpoints}/latest names step_2, and this is no complete checkpoint any more; put "
+        f"its files back, or give {directory.checkpoint(1)}, the newest one\n"
+    )
+    assert not (tmp_path / "out").exists()

@@ -357,6 +357,8 @@ def _locate(path: Path) -> tuple[Path, Path]:
         return real, model
     if not (steps := directory.complete_steps()):
         raise ConversionError(f"{run} has no complete checkpoint")
+    if (loss := directory.loss()) is not None:
+        raise ConversionError(f"{loss}; put its files back, or give {directory.checkpoint(steps[-1])}, the newest one")
     return directory.checkpoint(steps[-1]), model
 
 
