@@ -425,6 +425,25 @@ def test_doctor_without_torch() -> None:
     assert without_torch("doctor").returncode == 0
 
 
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    (version,) = re.findall(r'version="(.+)"', (ROOT / "setup.py").read_text())
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"vcpo {version}\n")
+
+
+def test_cheap_refusals_of_convert_need_no_torch(tmp_path: Path) -> None:
+    here, missing = str(tmp_path), str(tmp_path / "none")
+    for arguments, says in (
+        (["import", missing, "out"], f"{missing} does not exist or is not a folder"),
+        (["import", here, here], f"{here} exists: give another name, or remove it"),
+        (["export", missing, "out"], f"{missing} does not exist or is not a folder"),
+        (["verify", here, missing], f"{missing} does not exist or is not a folder"),
+    ):
+        result = without_torch("convert", *arguments)
+        assert (result.returncode, result.stderr) == (1, f"vcpo: error: {says}\n")
+
+
 def test_as_a_module() -> None:
     command = [sys.executable, "-m", "vcpo_megatron", "--help"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

@@ -42,6 +42,7 @@ def _drop_output() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from . import __version__
     from .cli_convert import add_convert
     from .cli_train import add_train
 
@@ -50,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Asynchronous reinforcement learning of language models on Megatron-core, with VCPO.",
         epilog="example: vcpo train examples/modular_sum_cpu/run.toml",
     )
+    parser.add_argument("--version", action="version", version=f"vcpo {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_train(commands)
     _add_serve(commands)
@@ -91,14 +93,15 @@ def _add_report(commands: Any) -> None:
         "report",
         _report,
         help="say what a run did",
-        description="Say what became of every trajectory of a run that has ended: the step it was trained at, its "
-        "staleness, weight and reward, or why it was not trained.",
-        example="vcpo report runs/first --data --step 12",
+        description="Say what became of every trajectory of a run, also while it goes on: the step it was trained at, "
+        "its staleness, weight and reward, or why it was not trained; with --text, what was asked and answered.",
+        example="vcpo report runs/first --step 12 --text",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
-    parser.add_argument("--data", action="store_true", required=True, help="one line a trajectory, of rollouts.sqlite")
+    parser.add_argument("--data", action="store_true", help="one line a trajectory, of rollouts.sqlite (the default)")
     parser.add_argument("--step", type=int, metavar="N", help="only what step N consumed")
     parser.add_argument("--prompt", metavar="ID", help="only this prompt")
+    parser.add_argument("--text", action="store_true", help="show prompt and answers, by the tokenizer of the run")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, then one with the totals")
 
 
@@ -153,13 +156,17 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from .config.load import ConfigError
     from .config.run_directory import RunDirectory
     from .orchestrator.history import print_history
+    from .orchestrator.spoken import Spoken
     from .orchestrator.store import RolloutStore, StoreError
 
+    directory = RunDirectory(args.run_dir)
     try:
-        with RolloutStore.open_readonly(RunDirectory(args.run_dir).store) as store:
-            print_history(store, step=args.step, prompt_id=args.prompt, as_json=args.json)
-    except StoreError as error:
+        with RolloutStore.open_readonly(directory.store) as store:
+            spoken = Spoken(store, directory) if args.text else None
+            print_history(store, step=args.step, prompt_id=args.prompt, as_json=args.json, spoken=spoken)
+    except (StoreError, ConfigError) as error:
         return refuse([str(error)], FAILED)
     return DONE

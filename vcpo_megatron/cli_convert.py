@@ -171,7 +171,16 @@ def _guarded(run: Command) -> Command:
     return guarded
 
 
+def _require_paths(args: argparse.Namespace) -> None:
+    """What can be said of the paths before torch is imported, which takes seconds."""
+    from .conversion.partial import require_absent, require_folder
+
+    require_folder(args.source)
+    require_absent(args.out)
+
+
 def _import(args: argparse.Namespace) -> int:
+    _require_paths(args)
     from .learner.convert import Layout, import_hf
 
     layout = Layout(args.tensor, args.pipeline, args.expert)
@@ -185,6 +194,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    _require_paths(args)
     from .learner.convert import export_hf
 
     export_hf(
@@ -200,6 +210,11 @@ def _export(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     if unused := _unused_options(args):
         return refuse([unused])
+    from .conversion.partial import require_folder
+
+    for name in (args.a, args.b):
+        if not _is_server(name):
+            require_folder(Path(name))
     from .conversion.verify import compare
 
     sides = [_side(name) for name in (args.a, args.b)]
@@ -280,6 +295,9 @@ def _logprobs(name: str, side: Any, prompts: Sequence[Sequence[int]], vocab_size
         from .conversion.logprobs import reference_logprobs
 
         return reference_logprobs(Path(name), prompts)
+    from .learner import platform
+
+    platform.prepare()  # before Megatron is imported: it warns of what it lacks
     from .learner.checkpoint_logprobs import checkpoint_logprobs
 
     return checkpoint_logprobs(side, prompts)

@@ -217,3 +217,20 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=f"out was not written: {missing}: No such file"), partial.guarded():
         missing.read_text()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_work_on_another_source_is_said_to_be_begun_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(plan: dict[str, str], *, steps: bool = True) -> str:
+        partial = Partial(tmp_path / "out", plan, 0)
+        if steps:
+            partial.record({"done": 1})
+        partial.release()
+        return capsys.readouterr().err
+
+    held = f"vcpo: warning: {tmp_path}/out.partial held an interrupted conversion"
+    assert interrupted({"source": "/a", "dtype": "float32"}) == ""
+    assert interrupted({"source": "/a", "dtype": "float32"}) == ""  # taken up
+    assert interrupted({"source": "/b"}) == f"{held} from /a: it is begun anew\n"
+    changed = f"{held} with other settings, or of other files: it is begun anew\n"
+    assert interrupted({"source": "/b", "dtype": "float32"}, steps=False) == changed
+    assert interrupted({"source": "/c"}) == ""  # nothing was recorded

@@ -122,6 +122,22 @@ def test_prompts_of_files(make_tokenizer, tmp_path):
     assert [example.data["prompt"] for example in environment.heldout()] == ["44444444"]
 
 
+def test_files_that_name_a_field_differently_are_told_so(make_tokenizer, tmp_path):
+    data, heldout = tmp_path / "data.jsonl", tmp_path / "heldout.jsonl"
+    data.write_text('{"question": "11111111"}\n')
+    write_prompts(heldout, ["44444444"])
+    (line,) = problems(config(data=data, heldout=heldout), make_tokenizer())
+    assert line == (
+        f"{data}: line 1: field 'prompt' is missing or null (present: 'question'); "
+        "add it, or set environment.fields.prompt to the name that data and heldout use"
+    )
+    (line,) = problems(config(data=data, heldout=heldout, fields={"prompt": "question"}), make_tokenizer())
+    assert line == (
+        f"{heldout}: line 1: field 'question' is missing or null (present: 'prompt'); environment.fields.prompt = "
+        "'question' holds for data and heldout alike: name the field the same in both files"
+    )
+
+
 def test_written_prompts_are_read_back(tmp_path):
     path = tmp_path / "prompts.jsonl"
     write_prompts(path, draw_heldout(0, 8))
@@ -147,7 +163,8 @@ def test_the_fingerprint_follows_everything_an_example_depends_on(make_tokenizer
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"digit": 8}, "environment.options.digit = 8"),
+        ({"digit": 8}, "environment.options.digit: unknown key; did you mean environment.options.digits? (options"),
+        ({"zzz": 8}, "environment.options.zzz: unknown key (options"),
         ({"digits": 0}, "environment.options.digits = 0"),
         ({"digits": "8"}, "environment.options.digits = '8'"),
         ({"digits": True}, "environment.options.digits = True"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import re
 import sys
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from vcpo_megatron.config.models import EnvironmentConfig
-from vcpo_megatron.environments import registry
-from vcpo_megatron.environments.base import Environment
+from vcpo_megatron.environments import base, registry
+from vcpo_megatron.environments.base import Environment, Example
 from vcpo_megatron.rollout.agent_loop import run_episode
 from vcpo_megatron.rollout.protocol import GenerateResult, SamplingParams, Span
 from vcpo_megatron.types import Trajectory
@@ -35,7 +36,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentConf
     """What the page configures, with the module and the files beside it."""
     (tmp_path / "calculator.py").write_text(block("python"))
     (tmp_path / "train.jsonl").write_text(f'{{"problem": "{PROBLEM}", "answer": "68"}}\n')
-    (tmp_path / "heldout.jsonl").write_text('{"problem": "3 bags of 5?", "answer": "15"}\n')
+    (tmp_path / "heldout.jsonl").write_text('{"problem": "3 bags of 5?", "answer": 15}\n')
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     monkeypatch.delitem(sys.modules, "calculator", raising=False)
@@ -43,7 +44,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentConf
     return EnvironmentConfig(**{**given, "data": tmp_path / given["data"], "heldout": tmp_path / given["heldout"]})
 
 
-def play(environment: Environment, *answers: str) -> tuple[Trajectory, str]:
+def play(environment: Environment, *answers: str, example: Example | None = None) -> tuple[Trajectory, str]:
     """Trajectory of a policy that gives these answers, and all of its text."""
     left = list(answers)
 
@@ -52,7 +53,7 @@ def play(environment: Environment, *answers: str) -> tuple[Trajectory, str]:
         return GenerateResult(ids, (-0.5,) * len(ids), (Span(0, len(ids), "1.0"),), "stop")
 
     trajectory = asyncio.run(run_episode(
-        generate, environment, environment.train_example(0), group_id=0, sample_index=0,
+        generate, environment, example or environment.train_example(0), group_id=0, sample_index=0,
         sampling=SamplingParams(max_new_tokens=32), context_length=100, seed_for_turn=lambda turn: None,
     ))  # fmt: skip
     assert not left
@@ -72,7 +73,9 @@ def test_the_example_of_the_page_runs(settings: EnvironmentConfig, make_tokenize
     assert play(environment, "calc 1-3", "calc 1+1", "calc 2*34")[0].reward == 0.0  # a third call is an answer
     assert play(environment, "calc 1-3", "calc 999999999*999999999")[0].reward == 0.0  # no room is left
 
-    assert [example.data["answer"] for example in environment.heldout()] == ["15"]
+    (held,) = environment.heldout()
+    assert held.data["answer"] == 15  # a number
+    assert play(environment, "15", example=held)[0].reward == 1.0
     assert environment.max_prompt_tokens == len(PROBLEM) + 1
 
 
@@ -82,6 +85,12 @@ def test_its_settings_are_checked_together(
     bad = settings.model_copy(update={"heldout": None, "options": {"max_call": 1}})
     problems = registry.validate_environment(bad, make_tokenizer(CHARACTERS), 0, 64)
     assert len(problems) == 2 and "environment.options.max_call" in problems[0] and "both are needed" in problems[1]
+
+
+@pytest.mark.parametrize("record", [base.Action, base.Observation, base.Outcome, base.Example])
+def test_every_field_of_the_records_is_listed(record: type) -> None:
+    row = re.search(rf"^\| `{record.__name__}` \|.*$", TEXT, flags=re.MULTILINE)
+    assert row and re.findall(r"`(\w+)`:", row[0]) == [field.name for field in dataclasses.fields(record)]
 
 
 @pytest.mark.parametrize("name", registry.BUILT_IN)

@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 from vcpo_megatron.config.run_directory import RunDirectory
+from vcpo_megatron.launch import workspace
 
 PATIENCE_S = 30.0
 #: The smallest text that counts as the manifest of a complete checkpoint.
@@ -35,6 +36,7 @@ import json, sys
 from pathlib import Path
 from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.config.run_directory import RunDirectory
+from vcpo_megatron.launch import workspace
 from vcpo_megatron.launch.local import Options, run
 
 order = json.loads(sys.argv[1])
@@ -379,9 +381,24 @@ def test_first_signal_stops_after_a_checkpoint(tmp_path: Path, signum: int, expe
         assert out.splitlines()[-2:] == [
             f"stopped by {name}: 0 of 3 steps; run directory: {tmp_path}",
             "newest complete checkpoint: step_2; continue with: "
-            f"vcpo train {tmp_path}/resolved.toml --run-dir {tmp_path} --resume",
+            + workspace.resume_command(RunDirectory(tmp_path)),
         ]
         run.nothing_left()
+
+
+def test_the_command_to_continue_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "a venv" / "vcpo"
+    script.parent.mkdir()
+    script.touch(mode=0o755)
+    rest = " train /r/resolved.toml --run-dir /r --resume"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    assert workspace.resume_command(RunDirectory(Path("/r"))) == f"'{script}'{rest}"
+    monkeypatch.setattr(sys, "argv", ["/somewhere/__main__.py"])
+    monkeypatch.setattr(sys, "executable", "/opt/python")
+    assert workspace.resume_command(RunDirectory(Path("/r"))) == f"/opt/python -m vcpo_megatron{rest}"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert workspace.resume_command(RunDirectory(Path("/r"))) == f"vcpo{rest}"
 
 
 def test_signal_before_the_orchestrator_listens(tmp_path: Path) -> None:
@@ -635,7 +652,7 @@ def test_a_warning_stops_with_a_checkpoint_and_the_signal_after_it_does_not_cut_
         code, out, err = run.wait()
     assert code == 128 + signal.SIGUSR1 == 138
     assert "SIGUSR1: stopping after the current step" in out + err
-    assert "newest complete checkpoint: step_2; continue with: vcpo train" in out
+    assert "newest complete checkpoint: step_2; continue with: " in out and "train " in out
 
 
 def test_the_time_limit_stops_with_a_checkpoint(tmp_path: Path) -> None:

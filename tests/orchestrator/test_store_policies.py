@@ -8,14 +8,17 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from tests.orchestrator.fake_run import FakeRun, config
 from tests.orchestrator.test_store import V0, check_invariant, sample_group, trajectory
 from vcpo_megatron import cli
+from vcpo_megatron.config.load import dump_resolved
 from vcpo_megatron.orchestrator.store import RolloutStore, StoreError, StoreFullError
 from vcpo_megatron.transport.messages import ControlError
-from vcpo_megatron.types import PolicyVersion, TrajectoryResult
+from vcpo_megatron.types import PolicyVersion, Trajectory, TrajectoryResult, Turn, VersionSpan
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -150,7 +153,7 @@ def test_the_history_answers_from_the_store_alone(path: Path, capsys: pytest.Cap
         sample_group(store, 1)
         train(store, 0, 1)
         store.drop(0, "expired")
-    assert cli.main(["report", str(path.parent), "--data", "--json"]) == 0
+    assert cli.main(["report", str(path.parent), "--json"]) == 0
     *rows, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows[1] == {
         "step": 0, "prompt_id": "p1", "group_id": 1, "sample_index": 1, "state": "trained", "reason": "",
@@ -160,12 +163,103 @@ def test_the_history_answers_from_the_store_alone(path: Path, capsys: pytest.Cap
     assert [(row["prompt_id"], row["step"], row["reason"]) for row in rows[2:]] == [("p0", None, "expired")] * 2
     assert last == {"totals": {"generated": 4, "queued": 0, "trained": 2, "dropped": 2, "failed": 0,
                                "reasons": {"dropped: expired": 2}}}  # fmt: skip
-    assert cli.main(["report", str(path.parent), "--data", "--prompt", "p1"]) == 0
+    assert cli.main(["report", str(path.parent), "--prompt", "p1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and lines[1].split() == ["0", "p1", "0", "trained", "0", "0", "0.6", "0.125"]
     assert "generated 4, queued 0, trained 2, dropped 2, failed 0" in lines[3]
-    assert cli.main(["report", str(path.parent / "none"), "--data"]) == 1
+    assert cli.main(["report", str(path.parent / "none")]) == 1
     assert "no rollout store at" in capsys.readouterr().err
+
+
+def report(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[int, list[str]]:
+    """Exit code and lines of ``vcpo report`` on both streams."""
+    code = cli.main(["report", str(path.parent), *options])
+    said = capsys.readouterr()
+    return code, (said.out + said.err).splitlines()
+
+
+def test_a_selection_of_nothing_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RolloutStore(path) as store:
+        sample_group(store, 0)
+        sample_group(store, 1)
+    assert report(capsys, path, "--step", "0") == (1, ["vcpo: error: no step 0 (none has been trained yet)"])
+    with RolloutStore(path) as store:
+        train(store, 0, 0)
+        train(store, 1, 1)
+    assert report(capsys, path, "--step", "2") == (1, ["vcpo: error: no step 2 (0 ... 1)"])
+    named = "(prompts are named like p0)"
+    assert report(capsys, path, "--prompt", "nope") == (1, [f"vcpo: error: no prompt nope {named}"])
+    wrong = report(capsys, path, "--prompt", "p0", "--step", "1")
+    assert wrong == (1, [f"vcpo: error: no prompt p0 in step 1 {named}"])
+    assert report(capsys, path, "--data") == report(capsys, path)
+
+
+def test_failures_are_counted_by_error(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    errors = ["step raised ValueError: no judge", "step raised ValueError: no judge",
+              "the server answered log-prob nan at token 3 of its answer",
+              "the server answered log-prob nan at token 17 of its answer"]  # fmt: skip
+    with RolloutStore(path) as store:
+        for group, error in enumerate(errors):
+            store.admit(group, f"p {group}", group, 1, V0)
+            store.fail(group, 0, f"environment my own, prompt p {group}, sample {group}/0: {error}")
+        store.admit(4, "p4", 4, 1, V0)
+        store.fail(4, 0, "HTTP 503")
+        store.admit(5, "p5", 5, 1, V0)
+        store.drop(5, "expired")
+    code, lines = report(capsys, path)
+    assert code == 0
+    assert sorted(line.strip() for line in lines[-4:]) == [
+        "1  dropped: expired",
+        "1  failed: HTTP 503",
+        "2  failed: step raised ValueError: no judge",
+        "2  failed: the server answered log-prob nan at token # of its answer",
+    ]
+    assert "environment my own, prompt p 3, sample 3/0: the server" in "".join(lines)  # of the row itself
+
+
+def test_the_text_of_trajectories(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = {char: 10 + number for number, char in enumerate("abc\x1b\n")}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(path.with_name("tokenizer.json")))
+    settings = config(model={"path": path.parent}, checkpoint={"keep_rollouts": 1})
+    path.with_name("resolved.toml").write_text(dump_resolved(settings))
+
+    def spoken(group: int, text: str, *turns: tuple[int, int]) -> Trajectory:
+        mask = [any(a <= at < b for a, b in turns) for at in range(len(text))]
+        return Trajectory(
+            group, 0, f"p{group}", 2, np.array([ids[char] for char in text], np.int32), np.array(mask),
+            np.zeros(len(text), np.float32),
+            tuple(Turn(a, b, "stop", (VersionSpan(a, b, V0),)) for a, b in turns), 1.0,
+        )  # fmt: skip
+
+    with RolloutStore(path) as store:
+        for group, trajectory in enumerate([spoken(0, "abc", (2, 3)), spoken(1, "aba\nccb\x1b", (2, 5), (7, 8))]):
+            store.admit(group, f"p{group}", group, 1, V0)
+            store.add_trajectory(trajectory)
+            store.mark_trained(group, [], [group], [0])
+        store.admit(2, "p2", 2, 1, V0)
+        store.fail(2, 0, "tool crashed")
+        assert store.prune_samples(1) == 1
+    code, lines = report(capsys, path, "--text", "--step", "1")
+    assert code == 0 and lines[2:7] == [
+        "    prompt:           ab",
+        "    answer (stop):    a",
+        "                      c",
+        "    observation:      cb",
+        "    answer (stop):    \\x1b",
+    ]
+    code, lines = report(capsys, path, "--text", "--json")
+    first, second, third = map(json.loads, lines[:3])
+    assert (first["text"], first["no_text"]) == (None, "its tokens are pruned: checkpoint.keep_rollouts = 1 steps")
+    assert second["text"] == [
+        {"of": "prompt", "text": "ab"}, {"of": "answer", "text": "a\nc", "finish_reason": "stop"},
+        {"of": "observation", "text": "cb"}, {"of": "answer", "text": "\x1b", "finish_reason": "stop"},
+    ]  # fmt: skip
+    assert (third["text"], third["no_text"]) == (None, "no tokens are stored: it was not sampled to its end")
+    path.with_name("tokenizer.json").unlink()
+    code, lines = report(capsys, path, "--text")
+    assert code == 1 and len(lines) == 1 and "tokenizer.json cannot be read" in lines[0]
 
 
 def test_a_limit_on_file_sizes_is_a_full_disk_and_loses_nothing(

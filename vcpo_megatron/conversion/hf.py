@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..config.model_folder import elsewhere
 from .errors import REMEDY, ConversionError, listed
+from .partial import require_folder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -36,8 +37,7 @@ class HFFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        if not self.path.is_dir():
-            raise ConversionError(f"model folder {self.path} does not exist or is not a folder")
+        require_folder(self.path)
         self.config: Mapping[str, Any] = _read_json(self.path / "config.json")
         files, indexed = self._shards()
         self._open: dict[str, Any] = {}

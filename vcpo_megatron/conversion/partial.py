@@ -9,12 +9,14 @@ import json
 import os
 import platform
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from ..config.process import WARNING_PREFIX
 from ..config.text import printable
 from .errors import REMEDY, ConversionError, listed
 
@@ -43,8 +45,7 @@ class Partial:
         try:
             with self._undone_by_errors():
                 self._require_apart(sources)
-                if os.path.lexists(out):
-                    raise ConversionError(f"{out} exists: give another name, or remove it")
+                require_absent(out)
                 self._require_ours()
                 self._require_room(plan, needed_bytes)
                 self._take(plan)
@@ -97,17 +98,30 @@ class Partial:
         if os.fstat(file.fileno()).st_nlink == 0:
             self.release()
             raise ConversionError(f"{self.path} was finished or given up just now: run the command again")
-        if os.path.lexists(self.out):  # ended between the first look and the lock
-            raise ConversionError(f"{self.out} exists: give another name, or remove it")
+        require_absent(self.out)  # it may have ended between the first look and the lock
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}".encode())
         file.flush()
         self.steps = self._left(plan)
         if not self.steps:
+            self._say_what_is_lost(plan)
             for left in self.path.iterdir():
                 if left.name != _LOCK:
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
             (self.path / _PLAN).write_text(json.dumps(plan))
+
+    def _say_what_is_lost(self, plan: Mapping[str, Any]) -> None:
+        """One line when recorded steps of another plan are about to be removed."""
+        try:
+            made = json.loads((self.path / _PLAN).read_text())
+            lost = made != json.loads(json.dumps(plan)) and (self.path / _JOURNAL).stat().st_size > 0
+        except (OSError, ValueError, RecursionError):
+            return
+        if lost:
+            source = made.get("source", "another source") if isinstance(made, dict) else "another source"
+            begun = f"from {source}" if source != plan.get("source") else "with other settings, or of other files"
+            print(f"{WARNING_PREFIX}{self.path} held an interrupted conversion {begun}: it is begun anew",
+                  file=sys.stderr, flush=True)  # fmt: skip
 
     def _left(self, plan: Mapping[str, Any]) -> list[Any]:
         """Steps that the same plan has recorded."""
@@ -188,6 +202,18 @@ class Partial:
         for folder in self._made:
             with suppress(OSError):  # removed already, never made, or used by others meanwhile
                 folder.rmdir()
+
+
+def require_absent(out: Path) -> None:
+    """ConversionError when something has the name of the result."""
+    if os.path.lexists(out):
+        raise ConversionError(f"{out} exists: give another name, or remove it")
+
+
+def require_folder(path: Path) -> None:
+    """ConversionError when the source of a conversion is no folder."""
+    if not path.is_dir():
+        raise ConversionError(f"{path} does not exist or is not a folder")
 
 
 def _lock(file: BinaryIO) -> None:

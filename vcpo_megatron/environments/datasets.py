@@ -53,9 +53,14 @@ def _pick(record: Mapping[str, Any], names: Mapping[str, str], where: str) -> di
     for name, column in names.items():
         if record.get(column) is None:
             present = ", ".join(map(repr, sorted(record))) or "nothing"
+            key = f"environment.fields.{name}"
             raise EnvironmentSetupError(
                 f"{where}: field {column!r} is missing or null (present: {present}); "
-                f"add it, or set environment.fields.{name} to the name the file uses"
+                + (
+                    f"{key} = {column!r} holds for data and heldout alike: name the field the same in both files"
+                    if name in record and name != column
+                    else f"add it, or set {key} to the name that data and heldout use"
+                )
             )
     return {name: record[column] for name, column in names.items()}
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,4 +132,14 @@ def full_disk(directory: RunDirectory) -> str:
 def resume_command(directory: RunDirectory) -> str:
     """What a user types to continue the run."""
     path = shlex.quote(str(directory.path))
-    return f"vcpo train {shlex.quote(str(directory.resolved))} --run-dir {path} --resume"
+    return f"{_own_name()} train {shlex.quote(str(directory.resolved))} --run-dir {path} --resume"
+
+
+def _own_name() -> str:
+    """How a user calls this program: ``vcpo``, and where that is not on PATH the script that runs, or the module."""
+    script = os.path.abspath(sys.argv[0])
+    if shutil.which("vcpo"):
+        return "vcpo"
+    if os.path.basename(script) == "vcpo":
+        return shlex.quote(script)
+    return f"{shlex.quote(sys.executable)} -m vcpo_megatron"

@@ -67,6 +67,7 @@ def _uncompiled() -> Iterator[None]:
 def prepare() -> None:
     """Bind this process to its GPU, or make Megatron run on CPUs. Call before Megatron is imported; once is enough."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", "Please use DTensor", FutureWarning)  # checkpoints are read as Megatron does
     if os.environ.get("RANK", "0") == "0":
         for note in kernels().notes:
             print(f"kernels: {note}", file=sys.stderr, flush=True)  # a tool may print JSON

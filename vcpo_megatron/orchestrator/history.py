@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from .failures import kind_of
+from .spoken import Spoken, lines_of
 from .store_reader import StoreReader
+from .store_schema import StoreError
 
 #: Column of the table -> (key of ``StoreReader.history``, width, format of a number).
 _COLUMNS = {
@@ -23,13 +29,57 @@ _COLUMNS = {
 }
 
 
-def print_history(store: StoreReader, *, step: int | None, prompt_id: str | None, as_json: bool) -> None:
-    """Print the selected trajectories, then the totals of the whole run and its reasons."""
-    totals = {**dataclasses.asdict(store.counts()), "reasons": store.reasons()}
+#: Where a failure happened, as ``rollout.agent_loop`` puts it before the error.
+_PLACE = re.compile(r"^(failed: )environment .*?, prompt .*?, sample \d+/\d+: ")
+
+
+def print_history(
+    store: StoreReader, *, step: int | None, prompt_id: str | None, as_json: bool, spoken: Spoken | None = None
+) -> None:
+    """Print the selected trajectories, with ``spoken`` their text too, then the totals and reasons of the whole run.
+
+    StoreError when nothing fits the selection.
+    """
+    rows = store.history(step=step, prompt_id=prompt_id)
+    first = next(rows, None)
+    if first is None:
+        _refuse_nothing(store, step, prompt_id)
     if not as_json:
         print("  ".join(name.rjust(width) for name, (_, width, _) in _COLUMNS.items()).rstrip())
-    for row in store.history(step=step, prompt_id=prompt_id):
-        print(json.dumps(row) if as_json else _line(row))
+    for row in itertools.chain([first] if first else [], rows):
+        text = spoken.of(row) if spoken else {}
+        print(json.dumps({**row, **text}) if as_json else _line(row))
+        if text and not as_json:
+            print("\n".join(lines_of(text)))
+    _print_totals(store, as_json=as_json)
+
+
+def _refuse_nothing(store: StoreReader, step: int | None, prompt_id: str | None) -> None:
+    """StoreError that says what there is instead of what was selected; nothing for an empty store."""
+    steps = store.trained_steps()
+    if step is not None and step not in steps:
+        there = f"{steps[0]} ... {steps[-1]}" if steps else "none has been trained yet"
+        raise StoreError(f"no step {step} ({there})")
+    if prompt_id is not None:
+        example = next(store.history(), None)
+        there = f"prompts are named like {example['prompt_id']}" if example else "nothing has been sampled yet"
+        raise StoreError(f"no prompt {prompt_id}{'' if step is None else f' in step {step}'} ({there})")
+
+
+def summed(reasons: Mapping[str, int]) -> dict[str, int]:
+    """``reasons`` without the place of a failure; those that differ in numbers alone are one, with "#" for them."""
+    kinds: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+    for reason, count in reasons.items():
+        error = _PLACE.sub(r"\1", reason)
+        kinds[kind_of(error)].append((error, count))
+    return {
+        found[0][0] if len({error for error, _ in found}) == 1 else kind: sum(count for _, count in found)
+        for kind, found in kinds.items()
+    }
+
+
+def _print_totals(store: StoreReader, *, as_json: bool) -> None:
+    totals = {**dataclasses.asdict(store.counts()), "reasons": summed(store.reasons())}
     if as_json:
         print(json.dumps({"totals": totals}))
         return

@@ -153,6 +153,11 @@ class StoreReader:
             for row in self._connection.execute(query, [value for _, value in wanted if value is not None]):
                 yield dict(row)
 
+    def trajectory(self, group_id: int, sample_index: int) -> Trajectory | None:
+        """One trajectory with its tokens; None when none are stored (any more). Routed experts are left out."""
+        rows = self._sample_rows("s.group_id = ? AND s.sample_index = ?", (group_id, sample_index))
+        return from_row(rows[0], rows[0]["prompt_id"], str(self._path)) if rows else None
+
     # --- internals ----------------------------------------------------------------------------
 
     def _rows(self, query: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
