@@ -15,7 +15,7 @@ from vcpo_megatron.orchestrator.couriers import Couriers, GroupCourier
 from vcpo_megatron.orchestrator.tasks import RunError, run_beside
 from vcpo_megatron.orchestrator.weight_sync import SyncError, WeightSync
 from vcpo_megatron.orchestrator.weight_update import Updater
-from vcpo_megatron.rollout.client import ServerError
+from vcpo_megatron.rollout.client import ServerError, ServerUnavailable
 from vcpo_megatron.rollout.fleet import Changes, Fleet
 from vcpo_megatron.rollout.server_info import ServerInfo
 from vcpo_megatron.transport.messages import (
@@ -239,6 +239,49 @@ def test_a_server_that_dies_in_a_bucket_comes_back_alone_and_current() -> None:
         sync.offer(planned(1))
         await sync.all_loaded(1)
         assert clients[0].events.count("start") == 2 and clients[1].events.count("start") == 1
+
+    with_groups(work, max_restarts=1)
+
+
+def test_a_server_that_is_back_before_the_update_is_given_up_has_died_once() -> None:
+    """Leaving the group takes longer than a restart: the new process has done nothing wrong."""
+
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        sync.offer(planned(0))
+        await sync.all_loaded(0)
+
+        async def die(number: int) -> None:
+            clients[0].bucket_fault = GroupClient.bucket_fault.__get__(clients[0])
+            clients[0].process.code = -9
+            clients[0]._alive()
+
+        async def leave(name: str) -> None:
+            await fleet.changes.until(lambda: (fleet.servers[0].starts == 2 and fleet.servers[0].available) or None, 4)
+            raise ServerUnavailable(URL, "/destroy", "Cannot connect")
+
+        clients[0].bucket_fault, clients[0].destroy_weights_update_group = die, leave
+        sync.offer(planned(1))
+        await sync.all_loaded(1)
+        assert clients[0].events.count("start") == 2
+
+    with_groups(work, servers=1, max_restarts=1)
+
+
+def test_a_server_that_is_restarted_between_two_steps_of_an_update_does_not_end_the_run() -> None:
+    """It had begun; the other one had not when it came back: the group of its former process is not used."""
+
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        async def late() -> None:
+            clients[1].begin_weight_update = GroupClient.begin_weight_update.__get__(clients[1])
+            await asyncio.sleep(0.02)
+            clients[0].process.code = -9
+            await fleet.changes.until(lambda: (fleet.servers[0].starts == 2 and fleet.servers[0].available) or None, 4)
+            await clients[1].begin_weight_update()
+
+        clients[1].begin_weight_update = late
+        sync.offer(planned(0))
+        await sync.all_loaded(0)
+        assert clients[0].events.count("start") == 2
 
     with_groups(work, max_restarts=1)
 

@@ -126,10 +126,11 @@ class Rounds:
                 await self._fleet.changes.until(lambda: server.serving or None, self._fleet.options.takeover_timeout_s)
             except TimeoutError:
                 raise RunError(f"{server.name} did not come back in time, see {server.log}") from None
+            life = server.life
             try:
                 return await server.client.generate_batch(prompts, samplings, rids)
             except ServerUnavailable as error:
-                if self._fleet.check(server):
+                if self._fleet.check(server, life):
                     raise RunError(f"{server.name} did not answer: {error}, see {server.log}") from error
             except (ServerError, ProtocolError) as error:
                 raise RunError(f"{server.name} refused a batch: {error}, see {server.log}") from error

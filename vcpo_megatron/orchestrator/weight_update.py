@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..rollout.client import ServerError, ServerUnavailable
@@ -29,11 +29,16 @@ FAILURES = (ServerError, ServerUnavailable, ProtocolError, ChecksumError)
 
 @dataclass(eq=False)
 class Wave:
-    """``servers`` on their way to ``weights``; ``at`` is the step that is being done."""
+    """``servers``, in the ``lives`` that they have now, on their way to ``weights``; ``at`` is the step that is being
+    done."""
 
     servers: Sequence[Server]
     weights: WeightsReady
     at: str = "prepare"
+    lives: Sequence[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lives = [server.life for server in self.servers]
 
 
 class WaveFailed(Exception):

@@ -48,6 +48,7 @@ class Server:
     version: PolicyVersion | None = None
     process: Process | None = None
     starts: int = 0
+    life: int = 0  # another number for another process, and for a joined server that was lost and found
     load: int = 0
     busy: int = 0
     updating: bool = False
