@@ -453,6 +453,23 @@ def test_a_server_that_holds_other_bytes_is_given_them_once_more_and_then_ends_t
         with_groups(work, verify=True)
 
 
+def test_what_was_verified_is_counted_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        sender.sums = {"a": "1"}
+        for number in range(2):
+            sync.offer(planned(number))
+            await sync.all_loaded(number)
+            assert sync.take_metrics()["sync/verified"] == 2
+        assert sync.take_metrics() == {"time/sync": 0.0, "sync/verified": 0}
+
+    with_groups(work, verify=True)
+    said = [line for line in capsys.readouterr().out.splitlines() if "verify_sync" in line]
+    assert said == [
+        "vcpo: note: rollout server 0: 1 checksums of weights 1.0 agree (rollout.verify_sync); sync/verified counts "
+        "the updates that follow"
+    ]
+
+
 def test_servers_are_compared_with_one_another_where_the_learner_cannot_know() -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
         book = ChecksumBook()

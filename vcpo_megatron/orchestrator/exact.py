@@ -277,7 +277,7 @@ class ExactRun:
 
         (batch, result, waited), _ = await run_all(learn(), sample())
         del self._batches[step]
-        await self._trainer.record(batch, result, wait_s=waited, sync_s=self._sync.take_seconds())
+        await self._trainer.record(batch, result, wait_s=waited, sync=self._sync.take_metrics())
         await self._trainer.checkpoint_if_due()
         await self._stop.unless_made(self._publish(step + 1))
 

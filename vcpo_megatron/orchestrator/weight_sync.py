@@ -115,10 +115,12 @@ class WeightSync:
 
         await self._fleet.changes.until(look)
 
-    def take_seconds(self) -> float:
-        """Seconds of the longest update since the last call, 0.0 when there was none."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+    def take_metrics(self) -> dict[str, float]:
+        """Seconds of the longest update since the last call, 0.0 when there was none, and how many were verified."""
+        found, self._seconds = {"time/sync": self._seconds}, 0.0
+        if (book := self._updater.book) is not None:
+            found["sync/verified"], book.verified = book.verified, 0
+        return found
 
     # --- whose turn it is ---------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class Updater:
     ) -> None:
         self.courier = courier
         self._pause_mode = pause_mode
-        self._book = book
+        self.book = book
         self._unfinished: set[Server] = set()
 
     async def run(self, wave: Wave) -> None:
@@ -118,7 +118,7 @@ class Updater:
         expected = await courier.send(wave) or wave.weights.checksums
         if courier.session:
             await self._each(wave, "end", self._end)
-        if (book := self._book) is not None:
+        if (book := self.book) is not None:
             await self._each(wave, "verify", lambda server: book.check(server, version, expected))
         await self._each(wave, "continue", lambda server: server.client.resume())
 
