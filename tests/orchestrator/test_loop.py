@@ -275,6 +275,24 @@ def test_the_watchdog_says_who_waits_for_whom(tmp_path: Path, capsys: pytest.Cap
     assert said and "learner asked for BatchReady" in said[0] and "rollout server 0 serving" in said[0]
 
 
+def test_a_server_that_dies_in_the_probe_is_asked_again_after_its_restart(tmp_path: Path) -> None:
+    def setup(run: FakeRun) -> None:
+        score = run.clients[0].score
+
+        async def die(tokens: Any) -> Any:
+            run.clients[0].score = score  # type: ignore[method-assign]
+            assert run.clients[0].process is not None
+            run.clients[0].process.code = -9
+            return await score(tokens)
+
+        run.clients[0].score = die  # type: ignore[method-assign]
+
+    cfg = config(rollout={"max_restarts": 1}, train={"steps": 1})
+    run = FakeRun(tmp_path, cfg, setup=setup)
+    assert run.run() == "run ended"
+    assert run.clients[0].events.count("start") == 2
+
+
 def test_a_slow_start_of_the_servers_is_said_and_is_no_alarm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
