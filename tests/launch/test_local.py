@@ -662,6 +662,30 @@ def test_the_time_limit_stops_with_a_checkpoint(tmp_path: Path) -> None:
     assert "stopped by --max-hours 0.000555556" in out and "newest complete checkpoint: step_2" in out
 
 
+def test_what_the_orchestrator_notes_is_told(tmp_path: Path) -> None:
+    note = "print('vcpo: note: waiting for rollout servers: 0 of 2 ready', flush=True)\n"
+    with started(tmp_path, orchestrator=note + "print('not this', flush=True)\n" + GOOD_ORCHESTRATOR) as run:
+        code, out, _ = run.wait()
+    assert code == 0 and "waiting for rollout servers: 0 of 2 ready" in out.splitlines() and "not this" not in out
+
+
+def test_what_a_dead_server_leaves_is_reaped_while_the_run_goes_on(tmp_path: Path) -> None:
+    """A member of its session that ends after it is no child of the orchestrator any more."""
+    server = """
+member = "import os, subprocess; print(subprocess.Popen(['sleep', '0.5']).pid, flush=True)"
+server = subprocess.Popen([sys.executable, "-c", member], start_new_session=True, stdout=subprocess.PIPE)
+record("left", int(server.stdout.readline()))
+server.wait()
+wait("stop")
+"""
+    with started(tmp_path, orchestrator=server) as run:
+        left = run.pid("left")
+        wait_for(lambda: not psutil.pid_exists(left), "what the dead server left to be reaped", 20)
+        (tmp_path / "stop").touch()
+        code, _, _ = run.wait()
+    assert code == 0
+
+
 def test_warnings_of_the_processes_reach_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "logs" / "learner.0.log").write_text("vcpo: warning: of the attempt before\n")
