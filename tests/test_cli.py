@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -233,6 +234,36 @@ def done(directory: Path, step: int, rows: str) -> None:
     run.metrics.write_text(rows)
 
 
+def test_a_checkpoint_that_is_not_there_is_refused_before_all_else(
+    toml: Path, started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    done(store(Path("r"), toml), 5, "")
+    resume = ["train", str(toml), "--run-dir", "r", "--resume"]
+    assert cli.main([*resume, "--from-step", "50"]) == 2
+    assert errors(capsys) == [
+        "--from-step 50: r/checkpoints/step_50 is no complete checkpoint; complete are: step_5"
+    ]
+    (Path("r") / "checkpoints" / "step_5" / "manifest.json").write_text("")
+    assert cli.main([*resume, "--dry-run"]) == 2 and started == []
+    assert errors(capsys) == [
+        "r/checkpoints/step_5 is damaged (manifest.json cannot be read): put its files back, or start a new run in "
+        "another --run-dir"
+    ]
+
+
+def test_the_model_may_have_moved_once_a_checkpoint_says_what_it_is(
+    toml: Path, started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = load_config(toml, []).model.path
+    shutil.copytree(before, "moved")
+    resume = ["train", str(toml), "--run-dir", "r", "--resume", "--set", "model.path=moved"]
+    store(Path("r"), toml)
+    assert cli.main(resume) == 2 and errors(capsys)[0].startswith("model.path = ")
+    done(Path("r"), 2, "")
+    assert cli.main(resume) == 7
+    assert started[0]["config"].model.path == Path("moved").absolute()
+
+
 def test_fewer_steps_than_are_done_are_refused(
     toml: Path, started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -429,7 +460,7 @@ def test_the_console_script_is_the_same() -> None:
 def test_a_time_limit_and_an_older_checkpoint_are_passed_on(
     toml: Path, started: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = store(tmp_path / "run", toml)
+    done(directory := store(tmp_path / "run", toml), 4, "")
     arguments = ["train", str(toml), "--run-dir", str(directory), "--resume", "--from-step", "4", "--max-hours", "23.5"]
     assert cli.main(arguments) == 7
     assert started[0]["options"] == local.Options(resume=True, from_step=4, max_hours=23.5)

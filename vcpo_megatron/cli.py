@@ -106,7 +106,7 @@ def _add_report(commands: Any) -> None:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
+    if not (text.isascii() and text.isdecimal()) or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; give 0 to 65535")
     return int(text)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .cli_parts import DONE, FAILED, INTERRUPTED, Command, add_command, refuse
+from .cli_parts import DONE, FAILED, INTERRUPTED, Command, add_command, refuse, say
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +97,7 @@ def _add_quiet(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
     return int(text)
 
@@ -115,31 +117,56 @@ def _tolerance(text: str) -> float:
 
 
 def _number(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if text.isascii():
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number")
+
+
+class _Stopped(KeyboardInterrupt):
+    """A signal that asks for the end: to the work the same as Ctrl-C. Its argument is the number."""
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise ``_Stopped``; one that is ignored (under nohup) stays so."""
+
+    def stop(number: int, frame: object) -> None:
+        raise _Stopped(number)
+
+    former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    former = {number: handler for number, handler in former.items() if handler not in (signal.SIG_IGN, None)}
     try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        for number in former:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def _guarded(run: Command) -> Command:
-    """``run`` with the errors a user can cause as one line and exit code 1, and Ctrl-C as one line and 130."""
+    """``run`` with the errors a user can cause as one line and exit code 1, and Ctrl-C as one line and 130; SIGTERM and
+    SIGHUP as Ctrl-C, with 143 and 129."""
 
     def guarded(args: argparse.Namespace) -> int:
         try:
             from .conversion.errors import ConversionError
 
             try:
-                return run(args)
+                with _stopped_by_signals():
+                    return run(args)
             except ConversionError as error:
                 return refuse([str(error)], FAILED)
             except OSError as error:
                 if error.filename is None:  # standard output's
                     raise
                 return refuse([f"{error.filename}: {error.strerror}"], FAILED)
-        except KeyboardInterrupt:
-            out: Path | None = getattr(args, "out", None)
-            resumes = "; the same command goes on where the work was last recorded" if out is not None else ""
-            return refuse([f"interrupted{resumes}"], INTERRUPTED)
+        except KeyboardInterrupt as stop:
+            number = signal.Signals(stop.args[0]) if isinstance(stop, _Stopped) else None
+            by = f" by {number.name}" if number else ""
+            resumes = "; the same command goes on where the work was last recorded" if hasattr(args, "out") else ""
+            return refuse([f"interrupted{by}{resumes}"], 128 + number if number else INTERRUPTED)
 
     return guarded
 
@@ -162,8 +189,8 @@ def _import(args: argparse.Namespace) -> int:
         args.source, args.out, layout, dtype=args.dtype, vocab_multiple=args.vocab_multiple, progress=not args.quiet
     )
     for name, reason in skipped.items():
-        print(f"{name}: not imported: {reason}")
-    print(f"{args.out}: imported from {args.source}")
+        say(f"{name}: not imported: {reason}")
+    say(f"{args.out}: imported from {args.source}")
     return DONE
 
 
@@ -174,7 +201,7 @@ def _export(args: argparse.Namespace) -> int:
     export_hf(
         args.source, args.out, dtype=args.dtype, max_file_bytes=int(args.max_shard_gb * 1e9), progress=not args.quiet
     )
-    print(f"{args.out}: exported from {args.source}")
+    say(f"{args.out}: exported from {args.source}")
     return DONE
 
 
@@ -196,9 +223,9 @@ def _verify(args: argparse.Namespace) -> int:
     if not servers:
         found = compare(sides[0], sides[1], cast=args.cast)
         if isinstance(found, str):
-            print(f"A and B differ: {found}")
+            say(f"A and B differ: {found}")
             return FAILED
-        print(f"{found.tensors} tensors, {found.bytes} bytes: equal, SHA-256 {found.digest}")
+        say(f"{found.tensors} tensors, {found.bytes} bytes: equal, SHA-256 {found.digest}")
     if servers or args.logprobs:
         return _verify_logprobs(args, sides)
     return DONE
@@ -250,19 +277,22 @@ def _verify_logprobs(args: argparse.Namespace, sides: Sequence[Any]) -> int:
         tolerance = max(TOLERANCES[side.computes_in] for side in sides if side is not None)
     # Checkpoints last: preparing this process for Megatron replaces functions of torch that transformers builds on.
     order = sorted((0, 1), key=lambda number: isinstance(sides[number], OpenedCheckpoint))
-    scored = {number: _logprobs((args.a, args.b)[number], prompts, shape.vocab_size) for number in order}
+    names = (args.a, args.b)
+    scored = {number: _logprobs(names[number], sides[number], prompts, shape.vocab_size) for number in order}
     found = compare_logprobs(scored[0], scored[1], tolerance)
     if isinstance(found, str):
-        print(f"A and B differ: {found}")
+        say(f"A and B differ: {found}")
         return FAILED
-    print(f"log-probs of {len(prompts)} prompts: equal to {found:.3g} (at most {tolerance:g})")
+    say(f"log-probs of {len(prompts)} prompts: equal to {found:.3g} (at most {tolerance:g})")
     return DONE
 
 
-def _logprobs(name: str, prompts: Sequence[Sequence[int]], vocab_size: int) -> list[Tensor]:
-    if _is_server(name):
+def _logprobs(name: str, side: Any, prompts: Sequence[Sequence[int]], vocab_size: int) -> list[Tensor]:
+    from .conversion.verify import FolderTensors
+
+    if side is None:
         return _server_logprobs(name, prompts, vocab_size)
-    if (Path(name) / "config.json").is_file():
+    if isinstance(side, FolderTensors):
         from .conversion.logprobs import reference_logprobs
 
         return reference_logprobs(Path(name), prompts)
@@ -271,7 +301,7 @@ def _logprobs(name: str, prompts: Sequence[Sequence[int]], vocab_size: int) -> l
     platform.prepare()  # before Megatron is imported: it warns of what it lacks
     from .learner.checkpoint_logprobs import checkpoint_logprobs
 
-    return checkpoint_logprobs(Path(name), prompts)
+    return checkpoint_logprobs(side, prompts)
 
 
 def _server_logprobs(url: str, prompts: Sequence[Sequence[int]], vocab_size: int) -> list[Tensor]:

@@ -26,7 +26,16 @@ def add_command(
 def refuse(problems: Sequence[str], code: int = BAD_USAGE) -> int:
     """Say each problem in one line on standard error; returns ``code``."""
     from .config.process import ERROR_PREFIX
+    from .config.text import printable
 
     for problem in problems:
-        print(ERROR_PREFIX + " ".join(problem.split()), file=sys.stderr)
+        print(ERROR_PREFIX + printable(" ".join(problem.split())), file=sys.stderr)
     return code
+
+
+def say(text: str) -> None:
+    """One line on standard output, whatever names are in it and whatever it can encode."""
+    from .config.text import printable
+
+    encoding = sys.stdout.encoding or "utf-8"
+    print(printable(text).encode(encoding, "backslashreplace").decode(encoding))

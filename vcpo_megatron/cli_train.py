@@ -146,15 +146,16 @@ def _resumed_run(args: argparse.Namespace) -> _Run:
     stored = load_resolved(resolved)
     config = with_overrides(stored, args.overrides)
     before, after = flatten(stored), flatten(config)
+    done = _checkpoint_to_resume(directory, args.from_step)
+    moved = {"model.path"} if done else set()  # the learner compares what is there with the checkpoint's facts
     refused = [
         f"{key} = {after[key]}: the run in {directory} has {before[key]}, and this cannot change on resume; "
         "leave it, or start a new run"
         for key in after
-        if after[key] != before[key] and key not in CHANGEABLE_ON_RESUME
+        if after[key] != before[key] and key not in CHANGEABLE_ON_RESUME | moved
     ]
     if refused:
         raise ConfigError(refused)
-    done = _steps_done(directory) if args.from_step is None else args.from_step
     if config.train.steps < done:
         raise ConfigError([
             f"--resume: {done} steps are done already: train.steps = {config.train.steps} is less; raise train.steps "
@@ -164,6 +165,18 @@ def _resumed_run(args: argparse.Namespace) -> _Run:
     differing = [f"{key} (run: {after[key]}, file: {given[key]})" for key in after if given[key] != after[key]]
     note = f"resuming with {resolved}; {args.config} differs in {', '.join(differing)}: not used"
     return _Run(config, directory, (note,) if differing else ())
+
+
+def _checkpoint_to_resume(directory: Path, wanted: int | None) -> int:
+    """Step of the checkpoint that a resume goes back to, 0 where there was none; ConfigError when it is not there."""
+    from .config.load import ConfigError
+    from .config.run_directory import RunDirectory
+    from .launch.workspace import RunDirectoryError, chosen_checkpoint
+
+    try:
+        return chosen_checkpoint(RunDirectory(directory), wanted) or 0
+    except RunDirectoryError as error:
+        raise ConfigError([str(error)]) from None
 
 
 def _steps_done(directory: Path) -> int:

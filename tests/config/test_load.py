@@ -127,6 +127,13 @@ def test_override_below_a_value(file: Path) -> None:
         ("[rollout]\nport = 65536", "rollout.port = 65536: must be at most 65535"),
         ('[train]\nseed = "1"', 'train.seed = "1": must be an integer'),
         ("[train]\nseed = 1.5", "train.seed = 1.5: must be an integer"),
+        ("[train]\nseed = 18446744073709551616", "train.seed = 18446744073709551616: must be less than 2^63 in size"),
+        ("[rollout]\nbucket_bytes = 9223372036854775808",
+         "rollout.bucket_bytes = 9223372036854775808: must be less than 2^63 in size"),
+        ("[optimizer]\neps = 1e-300",
+         "optimizer.eps = 1e-300: must be 0 or between 1e-38 and 1e38 in size, as float32 is"),
+        ("[rollout]\ntemperature = 1e-30", "rollout.temperature = 1e-30: must be at least 0.001"),
+        ("[algorithm]\nglobal_aux_loss = 1e30", "algorithm.global_aux_loss = 1e+30: must be at most 1000000.0"),
         ("[train]\nseed = true", "train.seed = true: must be an integer"),
         ("[optimizer]\nlr = true", "optimizer.lr = true: must be a number"),
         ("[optimizer]\nlr = inf", "optimizer.lr = inf: must be a finite number"),
@@ -226,7 +233,7 @@ toml_values = st.recursive(
 
 
 @given(options=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), toml_values, max_size=3),
-       lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False))  # fmt: skip
+       lr=st.floats(min_value=1e-37, max_value=1e37))  # fmt: skip
 def test_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any], lr: float) -> None:
     config = RunConfig.model_validate(
         {
@@ -235,6 +242,11 @@ def test_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, options: 
         }
     )  # fmt: skip
     assert round_trip(config, tmp_path_factory.mktemp("resolved")) == config
+
+
+def test_the_largest_seed_and_no_truncation_are_taken(file: Path) -> None:
+    config = load_config(file, ["train.seed=9223372036854775807", "algorithm.is_threshold=inf"])
+    assert config.train.seed == 2**63 - 1 and config.algorithm.is_threshold == float("inf")
 
 
 def test_overrides_on_a_loaded_config(file: Path) -> None:

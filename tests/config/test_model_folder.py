@@ -165,6 +165,13 @@ def test_an_index_that_names_no_files(model_folder: Path, weight_map: Any) -> No
     assert "has no weight_map of tensor names to file names" in problem
 
 
+def test_an_index_of_files_elsewhere(model_folder: Path) -> None:
+    weight_map = {"a": "model.safetensors", "b": "../other/model.safetensors"}
+    (model_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (problem,) = weight_problems(model_folder, SHAPE)
+    assert "names files outside its folder (../other/model.safetensors)" in problem
+
+
 def test_nesting_beyond_the_parser(model_folder: Path) -> None:
     (model_folder / "config.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match="cannot be read as JSON"):

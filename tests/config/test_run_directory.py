@@ -200,6 +200,36 @@ def test_a_future_that_was_left_is_moved_away(directory: RunDirectory) -> None:
     assert directory.abandon_after(10, attempt=4) == []
 
 
+def test_at_no_instant_does_latest_name_what_was_moved(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20, 30):
+        save(directory, step)
+        directory.complete(step, manifest(step))
+    replace, moves = os.replace, []
+
+    def killed_after_the_first(source: Path, target: Path) -> None:
+        if Path(source).name.startswith("step_"):
+            moves.append(Path(source).name)
+            if len(moves) == 2:
+                raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr("vcpo_megatron.config.run_directory.os.replace", killed_after_the_first)
+    with pytest.raises(KeyboardInterrupt):
+        directory.abandon_after(10, attempt=3)
+    assert moves == ["step_20", "step_30"]
+    assert directory.complete_steps() == [10, 30] and directory.loss() is None
+    monkeypatch.undo()
+    directory.abandon_after(10, attempt=4)
+    assert directory.complete_steps() == [10] and directory.loss() is None
+    shutil.rmtree(directory.checkpoint(10))
+    latest = directory.checkpoints / "latest"
+    assert directory.loss() == f"{latest} names step_10, and this is no complete checkpoint any more"
+    latest.write_text("")
+    assert directory.loss() == f"{latest} names nothing, and this is no complete checkpoint any more"
+
+
 def test_abandoned_checkpoints_and_exports_are_pruned_by_attempt(directory: RunDirectory) -> None:
     for attempt, steps in ((2, (20, 30)), (3, (20, 100)), (10, (20,))):
         for step in (10, *steps):

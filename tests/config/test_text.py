@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from vcpo_megatron.config.text import one_line
+from vcpo_megatron.config.text import one_line, printable
+
+
+def test_printable() -> None:
+    assert printable("plain, é, 漢 😀") == "plain, é, 漢 😀"
+    assert printable("a\x1b[2J\x07\n\x9b\u202e\udce9\x7f") == "a\\x1b[2J\\x07\\n\\x9b\\u202e\\udce9\\x7f"
 
 
 def test_one_line() -> None:

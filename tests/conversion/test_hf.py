@@ -98,6 +98,14 @@ def test_an_index_of_wrong_types(folder, file):
     refused(folder, r"model\.safetensors\.index\.json names no file for b: download")
 
 
+@pytest.mark.parametrize("file", ["../other/model.safetensors", "/other/model.safetensors", "sub/model.safetensors"])
+def test_an_index_of_files_elsewhere(folder, file):
+    (folder / "sub").mkdir()
+    (folder / "two.safetensors").rename(folder / "sub" / "model.safetensors")
+    write_index(folder, {"a": "one.safetensors", "b": "one.safetensors", "c": file})
+    refused(folder, rf"{INDEX} names files outside its folder: {file}: download")
+
+
 @pytest.mark.parametrize("name", ["config.json", INDEX])
 def test_nested_without_end(folder, name):
     (folder / name).write_text('{"a":' * 100_000 + "1" + "}" * 100_000)

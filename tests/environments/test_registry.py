@@ -32,6 +32,10 @@ def test_a_user_environment_is_made_by_its_factory(make_tokenizer):
         ("no_such_package.module:factory", "No module named 'no_such_package'"),
         ("vcpo_megatron.environments.base:nothing", "nothing"),
         ("vcpo_megatron.environments.modular_sum:NAME", "NAME is not callable"),
+        ("json:dumps", "cannot be called with (config, tokenizer_dir, seed): too many positional arguments; name a"),
+        ("builtins:max", "cannot be called with (config, tokenizer_dir, seed): no signature found for builtin"),
+        ("types:SimpleNamespace", "cannot be called with (config, tokenizer_dir, seed): "),
+        ("difflib:Match", "it made a Match, which is no environment: it has no decode, episode, fingerprint, "),
         (":factory", "give 'package.module:factory'"),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -292,7 +293,8 @@ def test_a_death_ends_the_run_with_one_line(tmp_path: Path, name: str, says: str
 
 def test_configuration_refused_by_a_process_is_exit_code_2(tmp_path: Path) -> None:
     with started(tmp_path, orchestrator="fail('environment.name: unknown', 2)", learner=SLEEP) as run:
-        code, _, err = run.wait()
+        code, out, err = run.wait()
+        assert out.splitlines()[-1] == "no complete checkpoint; the configuration was refused: see to the error first"
         assert "environment.name: unknown" in error_line(code, err, expected_code=2)
 
 
@@ -510,30 +512,68 @@ def test_a_lost_count_of_attempts_goes_on_after_that_of_the_checkpoints(tmp_path
     assert [workspace.next_attempt(RunDirectory(tmp_path)) for _ in range(2)] == [8, 9]
 
 
-def test_a_damaged_checkpoint_is_skipped_with_a_line(tmp_path: Path) -> None:
-    for step, text in ((1, MANIFEST), (2, ""), (3, MANIFEST[:40])):
-        folder = tmp_path / "checkpoints" / f"step_{step}"
+def checkpoints(home: Path, **texts: str) -> RunDirectory:
+    """Checkpoints step_N by the texts of their manifests, "" for none; ``latest`` names the last."""
+    for name, text in texts.items():
+        folder = home / "checkpoints" / name
         folder.mkdir(parents=True)
-        (folder / "manifest.json").write_text(text)
-    with started(tmp_path, resume=True) as run:
-        code, out, err = run.wait()
-    assert code == 0 and out.splitlines()[0] == f"{tmp_path}: resuming from step_1"
-    assert err == "".join(
-        f"vcpo: warning: {tmp_path}/checkpoints/step_{step} is damaged (manifest.json cannot be read) and is skipped\n"
-        for step in (2, 3)
-    )
+        (folder / ("manifest.json" if text else "data")).write_text(text)
+        (home / "checkpoints" / "latest").write_text(f"{name}\n")
+    return RunDirectory(home)
 
 
-def test_a_run_with_damaged_checkpoints_alone_is_not_begun_anew(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints" / "step_2"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").touch()
+def test_what_a_resume_goes_on_from_is_never_an_earlier_one_unasked(tmp_path: Path) -> None:
+    """Damaged, its manifest lost, or gone: a checkpoint that was complete once is not passed over."""
+    cases = {
+        "damaged": ({"step_1": MANIFEST, "step_2": MANIFEST[:40]}, "", "step_2 is damaged (manifest.json cannot "),
+        "no manifest": ({"step_1": MANIFEST, "step_2": ""}, "", "latest names step_2, and this is no complete"),
+        "gone": ({"step_1": MANIFEST, "step_2": MANIFEST}, "step_2", "latest names step_2, and this is no complete"),
+        "only damaged": ({"step_2": MANIFEST[:40]}, "", "step_2 is damaged (manifest.json cannot be read)"),
+        "all gone": ({"step_2": MANIFEST}, "step_2", "latest names step_2, and this is no complete"),
+    }  # fmt: skip
+    from vcpo_megatron.launch.workspace import RunDirectoryError, chosen_checkpoint
+
+    for name, (texts, lost, says) in cases.items():
+        directory = checkpoints(tmp_path / name, **texts)
+        if lost:
+            shutil.rmtree(directory.checkpoints / lost)
+        with pytest.raises(RunDirectoryError) as caught:
+            chosen_checkpoint(directory, None)
+        earlier = "step_1" in texts
+        back = "go back with --resume --from-step 1" if earlier else "start a new run in another --run-dir"
+        assert says in str(caught.value) and str(caught.value).endswith(f": put its files back, or {back}"), name
+        if earlier:
+            assert chosen_checkpoint(directory, 1) == 1
+
+
+def test_a_save_that_never_completed_is_passed_over(tmp_path: Path) -> None:
+    from vcpo_megatron.launch.workspace import chosen_checkpoint
+
+    directory = checkpoints(tmp_path / "begun", step_2="")
+    (directory.checkpoints / "latest").unlink()  # which nothing but a complete checkpoint writes
+    assert chosen_checkpoint(directory, None) is None
+    directory = checkpoints(tmp_path / "later", step_4="", step_1=MANIFEST[:40], step_2=MANIFEST)
+    assert chosen_checkpoint(directory, None) == 2  # nor is an older one that is damaged in the way
+
+
+@pytest.mark.parametrize("lost", ["all", "by a file"])
+def test_a_run_that_lost_its_checkpoints_is_not_begun_anew(tmp_path: Path, lost: str) -> None:
+    folder = checkpoints(tmp_path, step_2=MANIFEST).checkpoints
+    rows = '{"step": 0}\n{"step": 1}\n'
+    (tmp_path / "metrics.jsonl").write_text(rows)
+    shutil.rmtree(folder / "step_2")
+    if lost == "by a file":
+        shutil.rmtree(folder)
+        folder.touch()
     with started(tmp_path, resume=True) as run:
         code, _, err = run.wait()
-    assert error_line(code, err) == (
-        f"{folder} is damaged (manifest.json cannot be read), and there is no other checkpoint: put its files back, or "
-        "remove it to start over at step 0"
-    )
+    says = {
+        "all": f"{folder}/latest names step_2, and this is no complete checkpoint any more: put its files back, or "
+        "start a new run in another --run-dir",
+        "by a file": f"{folder} is a file; put the folder of the checkpoints back",
+    }[lost]
+    assert error_line(code, err) == says
+    assert (tmp_path / "metrics.jsonl").read_text() == rows and not (tmp_path / "attempts").exists()
 
 
 def test_a_full_disk_at_the_start_is_one_line(tmp_path: Path) -> None:
@@ -621,6 +661,30 @@ def test_the_time_limit_stops_with_a_checkpoint(tmp_path: Path) -> None:
     assert "stopped by --max-hours 0.000555556" in out and "newest complete checkpoint: step_2" in out
 
 
+def test_what_the_orchestrator_notes_is_told(tmp_path: Path) -> None:
+    note = "print('vcpo: note: waiting for rollout servers: 0 of 2 ready', flush=True)\n"
+    with started(tmp_path, orchestrator=note + "print('not this', flush=True)\n" + GOOD_ORCHESTRATOR) as run:
+        code, out, _ = run.wait()
+    assert code == 0 and "waiting for rollout servers: 0 of 2 ready" in out.splitlines() and "not this" not in out
+
+
+def test_what_a_dead_server_leaves_is_reaped_while_the_run_goes_on(tmp_path: Path) -> None:
+    """A member of its session that ends after it is no child of the orchestrator any more."""
+    server = """
+member = "import os, subprocess; print(subprocess.Popen(['sleep', '0.5']).pid, flush=True)"
+server = subprocess.Popen([sys.executable, "-c", member], start_new_session=True, stdout=subprocess.PIPE)
+record("left", int(server.stdout.readline()))
+server.wait()
+wait("stop")
+"""
+    with started(tmp_path, orchestrator=server) as run:
+        left = run.pid("left")
+        wait_for(lambda: not psutil.pid_exists(left), "what the dead server left to be reaped", 20)
+        (tmp_path / "stop").touch()
+        code, _, _ = run.wait()
+    assert code == 0
+
+
 def test_warnings_of_the_processes_reach_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "logs" / "learner.0.log").write_text("vcpo: warning: of the attempt before\n")
@@ -658,8 +722,11 @@ def test_a_refused_resume_changes_neither_checkpoints_nor_the_configuration(tmp_
         (folder / "manifest.json").write_text(MANIFEST)
     (tmp_path / "resolved.toml").write_text("that of the run")
     with started(tmp_path, resume=True, from_step=2, orchestrator="fail('other data', 1)") as run:
-        code, _, err = run.wait()
+        code, out, err = run.wait()
     assert code == 1 and "last message: other data" in err
+    assert out.splitlines()[-1] == (
+        "newest complete checkpoint: step_4; the resume has not begun: see to the error first"
+    )
     assert RunDirectory(tmp_path).complete_steps() == [2, 4]
     assert (tmp_path / "resolved.toml").read_text() == "that of the run"
     assert "[train]" in (tmp_path / "resolved.next.toml").read_text()

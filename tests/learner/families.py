@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,11 @@ def reference_logits(folder: Path) -> list[torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return [model(prompt[None]).logits[0] for prompt in prompts()]
+
+
+def without_checksums(checkpoint: Path) -> Path:
+    """The imported ``checkpoint`` as an earlier version wrote it."""
+    manifest = json.loads((checkpoint / "vcpo_checkpoint.json").read_text())
+    older = {key: value for key, value in manifest.items() if key not in ("checksums", "crc32")}
+    (checkpoint / "vcpo_checkpoint.json").write_text(json.dumps(older))
+    return checkpoint

@@ -132,49 +132,6 @@ def refusals(pairs: list[tuple[RunConfig, RunConfig]], batches: list[Batch], run
     return messages
 
 
-def loads_after_changes(config: RunConfig, batches: list[Batch], run_dir: str, changes: list[str]) -> list[str]:
-    """Save two checkpoints, then change one byte of each of ``changes`` in the second, one after the other (its size
-    stays); what this rank is told when it loads that one, "" where it does."""
-    platform.prepare()
-    from pathlib import Path
-
-    from vcpo_megatron.config.run_directory import RunDirectory
-    from vcpo_megatron.learner.checkpoint import Checkpoints
-    from vcpo_megatron.learner.checkpoint_errors import CheckpointError
-    from vcpo_megatron.learner.parallel import initialize, leave_layout
-    from vcpo_megatron.learner.step import VcpoStep
-    from vcpo_megatron.learner.training import build_trainable
-
-    parallel, directory = initialize(config), RunDirectory(Path(run_dir))
-    trainable = build_trainable(config, parallel, load=True)
-    step = VcpoStep(config, parallel, trainable)
-    checkpoints = Checkpoints(config, directory, parallel, trainable)
-    for number in (1, 2):
-        step.run(batches[number - 1], PolicyVersion(1, number))
-        checkpoints.start(number, PolicyVersion(1, number), step.ess_state, {})
-        checkpoints.finished(wait=True)
-    messages = []
-    for name in ["", *changes]:
-        path = directory.checkpoint(2) / name
-        torch.distributed.barrier()
-        whole = path.read_bytes() if name else b""
-        torch.distributed.barrier()
-        if name and parallel.rank == 0:
-            middle = len(whole) // 2
-            path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-        torch.distributed.barrier()
-        try:
-            checkpoints.load(2)
-            messages.append("")
-        except CheckpointError as error:
-            messages.append(str(error))
-        torch.distributed.barrier()
-        if name and parallel.rank == 0:
-            path.write_bytes(whole)
-    leave_layout()
-    return messages
-
-
 def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: bool) -> dict[str, Any]:
     from pathlib import Path
 

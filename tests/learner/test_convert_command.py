@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vcpo_megatron import cli, cli_convert
-from vcpo_megatron.conversion import partial, verify, writer
+from vcpo_megatron.config.run_directory import Manifest, RunDirectory
+from vcpo_megatron.conversion import partial
 from vcpo_megatron.conversion.verify import FolderTensors
-from vcpo_megatron.learner.checkpoint_files import CheckpointWriter
 from vcpo_megatron.learner.convert import Layout, OpenedCheckpoint, import_hf
 
-from .families import make_family
+from .families import make_family, without_checksums
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +58,8 @@ def with_config(folder: Path, out: Path, **changes: Any) -> Path:
     ("action", "option", "values"),
     [
         ("export", "--max-shard-gb", ("nan", "inf", "0", "-1", "1e300", "1e-10", "many")),
-        ("verify", "--tolerance", ("nan", "inf", "-1", "little")),
-        ("import", "--vocab-multiple", ("0", "-8", "1.5")),
+        ("verify", "--tolerance", ("nan", "inf", "-1", "little", "١")),
+        ("import", "--vocab-multiple", ("0", "-8", "1.5", "١٢٨")),
     ],
 )
 def test_bad_numbers_are_bad_usage(
@@ -186,71 +189,54 @@ def test_a_checkpoint_whose_configuration_is_nested_without_end(
 ) -> None:
     for name in ("hf/config.json", "metadata.json"):
         shutil.copytree(checkpoint, bad := tmp_path / name.replace("/", "."))
+        without_checksums(bad)
         (bad / name).write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
         assert convert("export", bad, tmp_path / "out", "--quiet") == 1
-        (line,) = capsys.readouterr().err.splitlines()
+        _, line = capsys.readouterr().err.splitlines()  # after the warning
         assert "cannot be read" in line and "recursion" in line
 
 
-# --- Ctrl-C -----------------------------------------------------------------------------------
+def test_a_byte_order_mark(folder: Path, tmp_path: Path) -> None:
+    """It is taken, and goes no further: no engine reads it."""
+    shutil.copytree(folder, marked := tmp_path / "marked")
+    plain = (folder / "config.json").read_bytes()
+    (marked / "config.json").write_bytes(b"\xef\xbb\xbf" + plain)
+    assert convert("verify", folder, marked) == 0
+    assert convert("import", marked, tmp_path / "checkpoint", "--quiet") == 0
+    assert convert("export", tmp_path / "checkpoint", tmp_path / "back", "--quiet") == 0
+    assert (tmp_path / "checkpoint" / "hf" / "config.json").read_bytes() == plain
+    assert (tmp_path / "back" / "config.json").read_bytes() == plain
 
 
-class Interrupted:
-    """A file whose ``number``-th write is met by Ctrl-C, as Python's handler of the signal does it."""
-
-    def __init__(self, file: Any, number: int) -> None:
-        self._file, self._left = file, number
-
-    def write(self, data: Any) -> Any:
-        self._left -= 1
-        if self._left == 0:
-            raise KeyboardInterrupt
-        return self._file.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+# --- names ------------------------------------------------------------------------------------
 
 
-def interrupt(writer_of: Any, method: str, number: int, patch: pytest.MonkeyPatch) -> None:
-    opened: Callable[..., Any] = getattr(writer_of, method)
-    once: dict[Any, Interrupted] = {}
-    patch.setattr(
-        writer_of, method, lambda *a: once.setdefault(a[1], Interrupted(opened(*a), number)) if not once else opened(*a)
+def test_names_reach_the_terminal_as_text(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder, bad := tmp_path / "bad")
+    tensors = load_file(bad / "model.safetensors")
+    save_file({**tensors, "\x1b[2J\u202eclear": torch.ones(1)}, bad / "model.safetensors", metadata={"format": "pt"})
+    assert convert("import", bad, tmp_path / "out", "--quiet") == 1
+    assert "1 tensors that LlamaForCausalLM with 2 layers does not have: \\x1b[2J\\u202eclear: " in (
+        capsys.readouterr().err
     )
+    changed = with_config(folder, tmp_path / "changed", **{"\x1b[2J": 1})
+    assert convert("verify", folder, changed) == 1
+    assert capsys.readouterr().out == "A and B differ: config.json: \\x1b[2J is None in A and 1 in B\n"
 
 
-@pytest.mark.parametrize("number", [1, 4, 7])
-def test_an_interrupted_import_is_130(
-    folder: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Within torch.save, too, which makes an error of its own of what interrupts it."""
-    with monkeypatch.context() as patch:
-        interrupt(CheckpointWriter, "_open", number, patch)
-        assert convert("import", folder, tmp_path / "out", "--quiet") == 130
-    message = "vcpo: error: interrupted; the same command goes on where the work was last recorded\n"
-    assert capsys.readouterr().err == message
-    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-    assert convert("import", folder, tmp_path / "out", "--quiet") == 0
-    assert convert("verify", folder, tmp_path / "out") == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_an_interrupted_export_and_verify_are_130(
-    folder: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with monkeypatch.context() as patch:
-        interrupt(writer.FolderWriter, "_stream_of", 1, patch)
-        assert convert("export", checkpoint, tmp_path / "out", "--quiet") == 130
-        assert "interrupted; the same command goes on" in capsys.readouterr().err
-        assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-    assert convert("export", checkpoint, tmp_path / "out", "--quiet") == 0
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(verify, "compare", stop)
-    assert convert("verify", folder, tmp_path / "out") == 130
-    assert capsys.readouterr().err == "vcpo: error: interrupted\n"
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+def test_a_name_that_is_no_utf_8(folder: Path, tmp_path: Path, encoding: str) -> None:
+    out = os.fsencode(tmp_path) + b"/caf\xe9 \xc3\xa9"
+    command = [sys.executable, "-m", "vcpo_megatron", "convert", "import", os.fsencode(folder), out]
+    done = subprocess.run(
+        command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, cwd=ROOT, timeout=300
+    )
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
+    name = "caf\\udce9 \\xe9" if encoding.startswith("ascii") else "caf\\udce9 é"
+    assert done.stdout.decode() == f"{tmp_path}/{name}: imported from {folder}\n"
+    assert os.path.exists(out + b"/metadata.json")
 
 
 def test_errors_at_the_start_are_the_outputs_own(
@@ -318,3 +304,19 @@ def test_what_each_side_computes_in(folder: Path, tmp_path: Path) -> None:
     silent = with_config(folder, tmp_path / "b", dtype=None)
     save_file(tensors, silent / "model.safetensors", metadata={"format": "pt"})
     assert FolderTensors(silent).computes_in == torch.float16
+
+
+def test_a_run_whose_newest_checkpoint_was_lost_is_not_exported_from_an_earlier_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.checkpoint(1).mkdir(parents=True)
+    directory.complete(1, Manifest(step=1, attempt=1, version_number=1, learner={}, orchestrator={}))
+    directory.resolved.write_text('[model]\npath = "/m"\n[train]\nsteps = 2\n[environment]\nname = "e"\n')
+    (directory.checkpoints / "latest").write_text("step_2\n")
+    assert convert("export", directory.path, tmp_path / "out") == 1
+    assert capsys.readouterr().err == (
+        f"vcpo: error: {directory.checkpoints}/latest names step_2, and this is no complete checkpoint any more; put "
+        f"its files back, or give {directory.checkpoint(1)}, the newest one\n"
+    )
+    assert not (tmp_path / "out").exists()

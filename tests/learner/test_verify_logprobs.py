@@ -58,6 +58,16 @@ def test_folder_and_checkpoint(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", "0.02"), ("bfloat16", "0.05")])
+def test_every_dtype_of_an_import(folder: Path, tmp_path: Path, dtype: str, tolerance: str) -> None:
+    import_hf(folder, tmp_path / "narrow", Layout(), dtype=dtype, vocab_multiple=8, progress=False)
+    done = verify(folder, tmp_path / "narrow", "--cast", "--logprobs")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"(at most {tolerance})" in done.stdout
+    assert verify(folder, tmp_path / "narrow", "--cast", "--logprobs", "--tolerance", "0").returncode == 1
+
+
+@pytest.mark.timeout(900)
 def test_server(folder: Path, tmp_path: Path) -> None:
     other = changed(folder, tmp_path / "changed")
     with engine_server(folder, tmp_path / "log", 4) as url:

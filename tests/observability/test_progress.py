@@ -60,7 +60,17 @@ def test_rows_of_earlier_attempts_give_values_but_no_lines_and_no_speed() -> Non
         progress.show({"step": step, "eval/accuracy": 0.5, "time/step": 1000.0, "tokens/trained": 1.0})
     assert stream.getvalue() == ""
     progress.show({"step": 10, "time/step": 1.0, "tokens/trained": 7.0})
-    assert stream.getvalue() == "step 11/40  accuracy 0.5000  7 tokens/s  0:29 left\n"
+    assert stream.getvalue() == "step 11/40  accuracy 0.5000\n"
+
+
+def test_steps_on_rollouts_of_an_earlier_attempt_tell_nothing_of_speed() -> None:
+    """They waited for nothing: their batches were complete when the run was resumed."""
+    progress = Progress(40, first_step=10, stream=io.StringIO())
+    for step, stale in ((10, 2.0), (11, 2.0), (12, 2.0)):
+        progress.show({"step": step, "staleness/max": stale, "time/step": 0.01, "tokens/trained": 1000.0})
+    assert "tokens/s" not in progress.line() and "left" not in progress.line()
+    progress.show({"step": 13, "staleness/max": 2.0, "time/step": 10.0, "tokens/trained": 70.0})
+    assert progress.line() == "step 14/40 (max 2)  7 tokens/s  4:20 left"
 
 
 def test_plain_lines_are_rare_but_hold_the_first_and_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from vcpo_megatron.orchestrator.couriers import Couriers, GroupCourier
 from vcpo_megatron.orchestrator.tasks import RunError, run_beside
 from vcpo_megatron.orchestrator.weight_sync import SyncError, WeightSync
 from vcpo_megatron.orchestrator.weight_update import Updater
-from vcpo_megatron.rollout.client import ServerError
+from vcpo_megatron.rollout.client import ServerError, ServerUnavailable
 from vcpo_megatron.rollout.fleet import Changes, Fleet
 from vcpo_megatron.rollout.server_info import ServerInfo
 from vcpo_megatron.transport.messages import (
@@ -243,6 +243,49 @@ def test_a_server_that_dies_in_a_bucket_comes_back_alone_and_current() -> None:
     with_groups(work, max_restarts=1)
 
 
+def test_a_server_that_is_back_before_the_update_is_given_up_has_died_once() -> None:
+    """Leaving the group takes longer than a restart: the new process has done nothing wrong."""
+
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        sync.offer(planned(0))
+        await sync.all_loaded(0)
+
+        async def die(number: int) -> None:
+            clients[0].bucket_fault = GroupClient.bucket_fault.__get__(clients[0])
+            clients[0].process.code = -9
+            clients[0]._alive()
+
+        async def leave(name: str) -> None:
+            await fleet.changes.until(lambda: (fleet.servers[0].starts == 2 and fleet.servers[0].available) or None, 4)
+            raise ServerUnavailable(URL, "/destroy", "Cannot connect")
+
+        clients[0].bucket_fault, clients[0].destroy_weights_update_group = die, leave
+        sync.offer(planned(1))
+        await sync.all_loaded(1)
+        assert clients[0].events.count("start") == 2
+
+    with_groups(work, servers=1, max_restarts=1)
+
+
+def test_a_server_that_is_restarted_between_two_steps_of_an_update_does_not_end_the_run() -> None:
+    """It had begun; the other one had not when it came back: the group of its former process is not used."""
+
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        async def late() -> None:
+            clients[1].begin_weight_update = GroupClient.begin_weight_update.__get__(clients[1])
+            await asyncio.sleep(0.02)
+            clients[0].process.code = -9
+            await fleet.changes.until(lambda: (fleet.servers[0].starts == 2 and fleet.servers[0].available) or None, 4)
+            await clients[1].begin_weight_update()
+
+        clients[1].begin_weight_update = late
+        sync.offer(planned(0))
+        await sync.all_loaded(0)
+        assert clients[0].events.count("start") == 2
+
+    with_groups(work, max_restarts=1)
+
+
 def test_a_server_that_answers_late_is_late_for_its_wave_only_until_the_deadline() -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
         async def late(number: int) -> None:
@@ -408,6 +451,23 @@ def test_a_server_that_holds_other_bytes_is_given_them_once_more_and_then_ends_t
     match = r"server 1 .*twice: .*1 of 2 parameters differ from what the learner sent, first b \(checksum 9, expected 2"
     with pytest.raises(SyncError, match=match):
         with_groups(work, verify=True)
+
+
+def test_what_was_verified_is_counted_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+        sender.sums = {"a": "1"}
+        for number in range(2):
+            sync.offer(planned(number))
+            await sync.all_loaded(number)
+            assert sync.take_metrics()["sync/verified"] == 2
+        assert sync.take_metrics() == {"time/sync": 0.0, "sync/verified": 0}
+
+    with_groups(work, verify=True)
+    said = [line for line in capsys.readouterr().out.splitlines() if "verify_sync" in line]
+    assert said == [
+        "vcpo: note: rollout server 0: 1 checksums of weights 1.0 agree (rollout.verify_sync); sync/verified counts "
+        "the updates that follow"
+    ]
 
 
 def test_servers_are_compared_with_one_another_where_the_learner_cannot_know() -> None:

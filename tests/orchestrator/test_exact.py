@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
-from vcpo_megatron.orchestrator.exact import sampling_seed
-from vcpo_megatron.orchestrator.tasks import RunError
+from tests.orchestrator.fake_run import FakeClient, FakeEnvironment, FakeRun, config, fake_fleet
+from vcpo_megatron.orchestrator.exact import Rounds, sampling_seed
+from vcpo_megatron.orchestrator.tasks import RunError, run_beside
+from vcpo_megatron.rollout.client import ServerUnavailable
+from vcpo_megatron.rollout.fleet import Changes
+from vcpo_megatron.rollout.protocol import SamplingParams
 from vcpo_megatron.transport.messages import ControlError
+from vcpo_megatron.types import PolicyVersion
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -150,6 +154,40 @@ def test_a_server_that_dies_is_restarted_and_its_round_run_again(tmp_path: Path)
 
 
 # --- replay -----------------------------------------------------------------------------------
+
+
+def test_a_round_that_is_lost_with_a_server_that_is_back_already_is_run_again() -> None:
+    """The failure is seen when the new process runs: it is not taken for a server that lives and does not answer."""
+
+    async def main() -> None:
+        cfg = config(rollout={"max_restarts": 1})
+        client = FakeClient()
+        fleet = fake_fleet(cfg, Changes(), [client], Path("/nowhere"))
+        server = fleet.servers[0]
+        batch = client.generate_batch
+
+        async def lost(*request: Any) -> Any:
+            client.generate_batch = batch  # type: ignore[method-assign]
+            client.process.code = -9  # type: ignore[union-attr]
+            await fleet.changes.until(lambda: (server.starts == 2 and server.available) or None, 5)
+            raise ServerUnavailable("http://fake", "/generate", "connection reset")
+
+        client.generate_batch = lost  # type: ignore[method-assign]
+
+        async def work() -> None:
+            for starts in (1, 2):
+                await fleet.changes.until(lambda n=starts: (server.starts == n and server.available) or None, 5)  # type: ignore[misc]
+                client.version = "1.0"
+                fleet.loaded(server, PolicyVersion(1, 0))
+                if starts == 1:
+                    answer = asyncio.ensure_future(rounds.generate(0)((1,), SamplingParams(4), "r"))
+            assert {span.version for span in (await answer).spans} == {"1.0"}
+
+        fleet.launch()
+        rounds = Rounds(fleet, [server])
+        await run_beside(work(), fleet.supervise(), rounds.run())
+
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def replay(path: Path, **train: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
 from vcpo_megatron.config.run_directory import RunDirectory
+from vcpo_megatron.orchestrator import servers
 from vcpo_megatron.orchestrator.recorder import Recorder
 from vcpo_megatron.orchestrator.rows import MetricsLog
 from vcpo_megatron.orchestrator.store import RolloutStore
@@ -271,6 +273,44 @@ def test_the_watchdog_says_who_waits_for_whom(tmp_path: Path, capsys: pytest.Cap
         run.run()
     said = [line for line in capsys.readouterr().out.splitlines() if "nothing moved for 0.3 s" in line]
     assert said and "learner asked for BatchReady" in said[0] and "rollout server 0 serving" in said[0]
+
+
+def test_a_server_that_dies_in_the_probe_is_asked_again_after_its_restart(tmp_path: Path) -> None:
+    def setup(run: FakeRun) -> None:
+        score = run.clients[0].score
+
+        async def die(tokens: Any) -> Any:
+            run.clients[0].score = score  # type: ignore[method-assign]
+            assert run.clients[0].process is not None
+            run.clients[0].process.code = -9
+            return await score(tokens)
+
+        run.clients[0].score = die  # type: ignore[method-assign]
+
+    cfg = config(rollout={"max_restarts": 1}, train={"steps": 1})
+    run = FakeRun(tmp_path, cfg, setup=setup)
+    assert run.run() == "run ended"
+    assert run.clients[0].events.count("start") == 2
+
+
+def test_a_slow_start_of_the_servers_is_said_and_is_no_alarm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "SAY_EVERY_S", 0.5)
+    cfg = config(observability={"watchdog_s": 0.3, "tensorboard": False}, train={"steps": 1})
+    began = time.monotonic()
+
+    async def slow() -> bool:
+        return time.monotonic() - began > 2
+
+    def setup(run: FakeRun) -> None:
+        run.clients[1].ready = slow  # type: ignore[method-assign]
+
+    assert FakeRun(tmp_path, cfg, servers=2, setup=setup).run() == "run ended"
+    out = capsys.readouterr().out.splitlines()
+    said = [line for line in out if "waiting for rollout servers" in line]
+    assert len(said) >= 3 and said[-1] == "vcpo: note: waiting for rollout servers: 1 of 2 ready"
+    assert not [line for line in out if "nothing moved" in line]
 
 
 # --- checkpoints and resume -------------------------------------------------------------------

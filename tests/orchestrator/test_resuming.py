@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -55,7 +56,9 @@ def edit(run_dir: Path, statement: str) -> None:
         connection.execute(statement)
 
 
-@pytest.mark.parametrize("why", ["data", "learner", "store older", "store missing", "store empty", "row damaged"])
+@pytest.mark.parametrize(
+    "why", ["data", "learner", "store older", "store of another", "store missing", "store empty", "row damaged"]
+)
 def test_a_refused_resume_leaves_the_run_as_it_was(why: str, tmp_path: Path) -> None:
     finished_run(tmp_path)
     store = tmp_path / "rollouts.sqlite"
@@ -73,6 +76,9 @@ def test_a_refused_resume_leaves_the_run_as_it_was(why: str, tmp_path: Path) -> 
         case "store older":
             edit(tmp_path, "UPDATE progress SET steps_done = 1")
             says = "is older than the checkpoint of step 2 "
+        case "store of another":
+            edit(tmp_path, "UPDATE identity SET run = 'another'")
+            says = r"is of another run than the checkpoint of step 2 \(id another, not [0-9a-f]{32}\); put back"
         case "store missing":
             store.unlink()
             says = "rollouts.sqlite is missing, and the run has checkpoints that need it; put back the file"
@@ -86,6 +92,23 @@ def test_a_refused_resume_leaves_the_run_as_it_was(why: str, tmp_path: Path) -> 
     with pytest.raises(kind, match=says):
         again.run()
     assert what_a_run_is(tmp_path) == before
+
+
+def test_a_checkpoint_without_the_id_of_its_run_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished_run(tmp_path)
+    path = RunDirectory(tmp_path).checkpoint(6) / "manifest.json"
+    earlier = json.loads(path.read_text())
+    del earlier["crc32"], earlier["orchestrator"]["store"]["run"]
+    path.write_text(json.dumps(earlier))
+    longer = config(checkpoint={"every": 2}, train={"steps": 8})
+    assert FakeRun(tmp_path, longer, attempt=2, resume_step=6).run() == "run ended"
+    warning = "vcpo: warning: checkpoint step_6 was written by an earlier version, without the id of its run: "
+    assert capsys.readouterr().out.count(warning) == 1
+    longer = config(checkpoint={"every": 2}, train={"steps": 10})
+    assert FakeRun(tmp_path, longer, attempt=3, resume_step=8).run() == "run ended"
+    assert warning[:20] not in capsys.readouterr().out
 
 
 def test_after_a_refusal_the_newest_checkpoint_still_goes_on(tmp_path: Path) -> None:

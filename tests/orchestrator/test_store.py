@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -85,7 +86,8 @@ def path(tmp_path: Path) -> Path:
 
 def test_life_of_groups(path: Path) -> None:
     with RolloutStore(path) as store:
-        assert store.state() == {"next_group_id": 0, "next_cursor": 0, "position": 0}
+        run = store.state()["run"]
+        assert store.state() == {"next_group_id": 0, "next_cursor": 0, "position": 0, "run": run}
         for group_id in (0, 1, 2, 3):
             store.admit(group_id, f"p{group_id}", group_id, 2, V0)
         assert store.counts() == Counts(generated=8, queued=8)
@@ -106,7 +108,7 @@ def test_life_of_groups(path: Path) -> None:
         assert [(r.group_id, r.sample_index) for r in found] == [(1, 0), (1, 1), (0, 0), (0, 1)]
         assert found[0] == results[0]
         assert found[3].log_ratio == math.inf and math.isnan(found[3].grad_norm)
-        assert store.state() == {"next_group_id": 4, "next_cursor": 4, "position": 1}
+        assert store.state() == {"next_group_id": 4, "next_cursor": 4, "position": 1, "run": run}
         check_invariant(store)
 
 
@@ -294,6 +296,22 @@ def test_resume_of_a_run_without_a_checkpoint(path: Path) -> None:
         plan = store.resume(0)
         assert [group.group_id for group in plan.buffer] == [0]
         assert store.steps_done() == 0 and store.trained_steps() == []
+
+
+def test_each_file_has_an_id_of_its_own_for_good(path: Path) -> None:
+    ids = []
+    for file in (path, path, path.with_name("other.sqlite")):
+        with RolloutStore(file) as store:
+            ids.append(store.state()["run"])
+    assert ids[0] == ids[1] != ids[2] and len(ids[0]) == 32
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DROP TABLE identity")  # as an earlier version made it
+    with RolloutStore.open_readonly(path) as reader:
+        assert reader.steps_done() == 0
+    for _ in range(2):
+        with RolloutStore(path) as store:
+            ids.append(store.state()["run"])
+    assert ids[3] == ids[4] not in ids[:3]
 
 
 def test_a_store_older_than_the_checkpoint_is_refused(path: Path) -> None:

@@ -83,7 +83,7 @@ def test_the_calls_come_in_the_order_of_the_protocol() -> None:
         assert clients[0].events == [
             "start", "pause retract", "begin", "bucket a1.0 1.0", "bucket b1.0 1.0", "end", "loaded 1.0", "resume",
         ]  # fmt: skip
-        assert sync.take_seconds() > 0 and sync.take_seconds() == 0
+        assert sync.take_metrics()["time/sync"] > 0 and sync.take_metrics() == {"time/sync": 0.0}
 
     with_sync(work, client=RecordingClient)
 

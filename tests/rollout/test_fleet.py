@@ -350,6 +350,31 @@ def test_a_joined_server_that_is_lost_is_left_alone_until_it_answers(capsys: pyt
     assert "rollout server 0 cannot be reached, it runs at http://fake" in capsys.readouterr().out
 
 
+def test_an_old_request_that_fails_says_nothing_of_a_joined_server_that_came_back() -> None:
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        server, back = fleet.servers[0], asyncio.Event()
+        generate = clients[0].generate
+
+        async def reset_late(*request: Any) -> Any:
+            clients[0].generate = generate  # type: ignore[method-assign]
+            await back.wait()
+            raise ServerUnavailable("http://fake", "/generate", "connection reset")
+
+        clients[0].generate = reset_late  # type: ignore[method-assign]
+        lease = fleet.lease(1)
+        assert lease is not None
+        request = asyncio.ensure_future(lease.generate((1,), SamplingParams(4), "r"))
+        await asyncio.sleep(0.05)
+        await fleet.replace(server)
+        await fleet.changes.until(lambda: server.available or None, 5)
+        load(fleet, clients, 0, 1)
+        back.set()
+        assert {span.version for span in (await request).spans} == {"1.1"}
+        assert clients[0].events.count("adopt") == 2
+
+    watched(work, joined=True)
+
+
 def test_a_joined_server_that_was_left_paused_is_resumed_before_it_is_ready() -> None:
     """SGLang says that it is not ready while it is paused."""
 
@@ -397,7 +422,7 @@ def test_a_server_that_cannot_what_training_needs_ends_the_run() -> None:
 
         clients[0].check_capabilities = lacks  # type: ignore[method-assign]
         fleet.missed(fleet.servers[0])
-        fleet.check(fleet.servers[0])
+        fleet.check(fleet.servers[0], fleet.servers[0].life)
         await fleet.replace(fleet.servers[0])
         await asyncio.sleep(8)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vcpo_megatron.rollout import protocol
+from vcpo_megatron.rollout import protocol, replies
 from vcpo_megatron.rollout.protocol import GenerateResult, ProtocolError, SamplingParams, Span
 
 #: Fields of SGLang 0.5.23's requests, written out: unknown top-level keys pass there silently.
@@ -140,17 +140,17 @@ REPLY: dict[str, Any] = {
 
 
 def test_a_reply_is_read() -> None:
-    assert protocol.parse_generate(REPLY, 10) == GenerateResult(
+    assert replies.parse_generate(REPLY, 10) == GenerateResult(
         (7, 8, 9), (-0.5, -1.0, 0.0), (Span(0, 2, "1.0"), Span(2, 3, "1.1")), "stop"
     )
     aborted = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
-    assert protocol.parse_generate(aborted) == GenerateResult((), (), (), "abort")
+    assert replies.parse_generate(aborted) == GenerateResult((), (), (), "abort")
 
 
 def test_sampling_from_a_part_has_the_renormalised_logprobs() -> None:
     restricted = changed("meta_info.output_token_sampling_logprobs", [-0.1, -0.2, 0.0])
-    assert protocol.parse_generate(restricted, 10, FULL).logprobs == (-0.1, -0.2, 0.0)
-    assert protocol.parse_generate(restricted, 10, SamplingParams()).logprobs == (-0.5, -1.0, 0.0)
+    assert replies.parse_generate(restricted, 10, FULL).logprobs == (-0.1, -0.2, 0.0)
+    assert replies.parse_generate(restricted, 10, SamplingParams()).logprobs == (-0.5, -1.0, 0.0)
     for reply in (
         REPLY,
         changed("meta_info.output_token_sampling_logprobs", [-0.1, -0.2]),
@@ -158,7 +158,7 @@ def test_sampling_from_a_part_has_the_renormalised_logprobs() -> None:
         changed("meta_info.output_token_sampling_logprobs", [-0.1, 0.5, -0.2]),
     ):
         with pytest.raises(ProtocolError, match="output_token_sampling_logprobs"):
-            protocol.parse_generate(reply, 10, FULL)
+            replies.parse_generate(reply, 10, FULL)
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
@@ -203,30 +203,30 @@ def span(*pairs: tuple[int, int]) -> list[dict[str, Any]]:
 )
 def test_a_reply_that_lacks_something_is_refused(reply: Any, named: str) -> None:
     with pytest.raises(ProtocolError, match=named):
-        protocol.parse_generate(reply, 10)
+        replies.parse_generate(reply, 10)
 
 
 def test_batch_replies_are_counted() -> None:
-    assert len(protocol.parse_generate_batch([REPLY, REPLY], [SamplingParams()] * 2)) == 2
+    assert len(replies.parse_generate_batch([REPLY, REPLY], [SamplingParams()] * 2)) == 2
     for reply in ([REPLY], REPLY):
         with pytest.raises(ProtocolError, match="list of 2"):
-            protocol.parse_generate_batch(reply, [SamplingParams()] * 2)
+            replies.parse_generate_batch(reply, [SamplingParams()] * 2)
 
 
 def test_scores_are_read() -> None:
     reply = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-1.5, 6, None], [-2.5, 7, None]]}}
-    assert protocol.parse_score(reply, [5, 6, 7]) == [-1.5, -2.5]
+    assert replies.parse_score(reply, [5, 6, 7]) == [-1.5, -2.5]
     clipped = {"meta_info": {"input_token_logprobs": [[None, 0, None], [-1.5, 0, None], [-2.5, 7, None]]}}
-    assert protocol.parse_score(clipped, [9, 9, 7], vocab_size=10) == [-1.5, -2.5]  # SGLang echoes the last id as 0
+    assert replies.parse_score(clipped, [9, 9, 7], vocab_size=10) == [-1.5, -2.5]  # SGLang echoes the last id as 0
     with pytest.raises(ProtocolError, match="expected"):
-        protocol.parse_score(clipped, [9, 8, 7], vocab_size=10)
+        replies.parse_score(clipped, [9, 8, 7], vocab_size=10)
     with pytest.raises(ProtocolError, match="expected 2"):
-        protocol.parse_score(reply, [5, 6])
+        replies.parse_score(reply, [5, 6])
     with pytest.raises(ProtocolError, match="expected"):
-        protocol.parse_score(reply, [5, 6, 8])
+        replies.parse_score(reply, [5, 6, 8])
 
 
 def test_control_replies() -> None:
-    assert protocol.parse_success({"success": True, "message": "m"}) == "m"
+    assert replies.parse_success({"success": True, "message": "m"}) == "m"
     with pytest.raises(ProtocolError, match="no session"):
-        protocol.parse_success({"success": False, "message": "no session"})
+        replies.parse_success({"success": False, "message": "no session"})

@@ -16,9 +16,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vcpo_megatron.transport.child import last_error, signal_group, start_child, stop_child
+from vcpo_megatron.transport.child import last_error, reap_adopted, signal_group, start_child, stop_child
 
 PATIENCE_S = 20.0
+
+
+@pytest.mark.parametrize("own_session", [False, True])
+def test_reaping_what_was_adopted_takes_no_exit_code_of_a_child(own_session: bool) -> None:
+    process = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"], start_new_session=own_session)
+    wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE, "the child to end")
+    reap_adopted()
+    assert process.wait(timeout=PATIENCE_S) == 3
 
 
 def python(code: str) -> tuple[str, ...]:

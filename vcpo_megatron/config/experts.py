@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .hf_values import positive, positive_float
+from .hf_values import flag, layers, positive, positive_float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +47,19 @@ def read_experts(values: Mapping[str, Any], kind: str, sizes: Mapping[str, int],
     # transformers 5 writes num_local_experts where older versions wrote num_experts, and reads both.
     spelling = "num_local_experts" if values.get("num_local_experts") is not None else "num_experts"
     count = positive(values, spelling, problems)
+    if spelling != "num_experts" and values.get("num_experts") is not None:
+        positive(values, "num_experts", problems)
     top_k = positive(values, "num_experts_per_tok", problems)
-    layers = sizes["num_hidden_layers"]
     dense: tuple[int, ...] = ()
     if kind == "mixtral":
         width, shared, normalize = sizes["intermediate_size"], 0, True
     else:
-        width, normalize = positive(values, "moe_intermediate_size", problems), bool(values.get("norm_topk_prob"))
+        width, normalize = positive(values, "moe_intermediate_size", problems), flag(values, "norm_topk_prob", problems)
         has_shared = kind == "qwen-shared"
         shared = positive(values, "shared_expert_intermediate_size", problems) if has_shared else 0
         step = positive(values, "decoder_sparse_step", problems)
-        plain = values.get("mlp_only_layers") or []
-        if not isinstance(plain, list):
-            problems.append(f"mlp_only_layers = {plain!r} is no list of layers")
-            plain = []
-        dense = tuple(layer for layer in range(layers) if layer in plain or (layer + 1) % step)
+        plain = layers(values, "mlp_only_layers", problems)
+        dense = tuple(layer for layer in range(sizes["num_hidden_layers"]) if layer in plain or (layer + 1) % step)
     if top_k > count:
         problems.append(f"num_experts_per_tok = {top_k} exceeds {spelling} = {count}")
     if top_k == 1 and normalize:

@@ -21,6 +21,25 @@ def positive(values: Mapping[str, Any], key: str, problems: list[str]) -> int:
     return 1  # only so that the remaining checks can run
 
 
+def flag(values: Mapping[str, Any], key: str, problems: list[str]) -> bool:
+    """``key``, false where it is absent or null; a line in ``problems`` when it is another thing than true or false."""
+    value = values.get(key)
+    if not isinstance(value, bool | None):
+        problems.append(f"{key} = {value!r} is not true or false")
+    return bool(value)
+
+
+def layers(values: Mapping[str, Any], key: str, problems: list[str]) -> list[int]:
+    """``key``, a list of numbers of layers; empty where it is absent or null, or, with a line, where it is no such."""
+    value = values.get(key)
+    if value is None:
+        return []
+    if isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        return value
+    problems.append(f"{key} = {value!r} is no list of layers")
+    return []
+
+
 def positive_float(values: Mapping[str, Any], key: str, problems: list[str]) -> float:
     """The positive number ``key``; 1.0, and a line in ``problems``, when it is none."""
     value = values.get(key)

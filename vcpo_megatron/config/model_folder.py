@@ -106,6 +106,11 @@ def fused_experts(names: Iterable[str]) -> str:
     )
 
 
+def elsewhere(files: Iterable[str]) -> list[str]:
+    """Those of an index's file names that do not lie in its folder itself: another model's files, say."""
+    return sorted({file for file in files if "/" in file})
+
+
 def _stored_tensors(folder: Path) -> tuple[dict[str, _Stored], list[str]]:
     """Every tensor stored in ``folder``, and what is wrong with the files themselves."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -117,6 +122,8 @@ def _stored_tensors(folder: Path) -> tuple[dict[str, _Stored], list[str]]:
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ConfigError([f"model.path: {index} has no weight_map of tensor names to file names"])
+    if wrong := elsewhere(weight_map.values()):
+        raise ConfigError([f"model.path: {index} names files outside its folder ({_few(wrong)}); it is not its own"])
     found: dict[str, _Stored] = {}
     problems = []
     for name in sorted(set(weight_map.values())):

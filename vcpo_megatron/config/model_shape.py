@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .experts import Experts, read_experts
-from .hf_values import positive, positive_float
+from .hf_values import flag, positive, positive_float
 from .latent_attention import LatentAttention, latent_tensors, read_latent
 from .rope import Rope, read_rope
 from .window import Window, read_window
@@ -156,12 +156,10 @@ def read_shape(config: Mapping[str, Any], rules: ConfigRules) -> ModelShape:
         problems.append(f"rope_type = {rope.kind!r} is not supported with latent attention (only 'default', 'yarn')")
     experts = read_experts(values, rules.experts, sizes, problems)
     window = read_window(values, rules.window, sizes, problems)
-    unused = values.get(rules.unused_layers) or 0
-    if not isinstance(unused, int) or unused < 0:
+    unused = 0 if values.get(rules.unused_layers) is None else values[rules.unused_layers]
+    if not isinstance(unused, int) or isinstance(unused, bool) or unused < 0:
         problems.append(f"{rules.unused_layers} = {unused!r} is no number of layers")
-    tied = values.get("tie_word_embeddings")
-    if not isinstance(tied, bool | None):
-        problems.append(f"tie_word_embeddings = {tied!r} is not true or false")
+    tied = flag(values, "tie_word_embeddings", problems)
     if problems:
         raise ShapeError(problems)
     return ModelShape(
@@ -175,7 +173,7 @@ def read_shape(config: Mapping[str, Any], rules: ConfigRules) -> ModelShape:
         vocab_size=sizes["vocab_size"],
         norm_eps=norm_eps,
         rope=rope,
-        tie_word_embeddings=bool(tied),
+        tie_word_embeddings=tied,
         qkv_bias=rules.qkv_bias,
         qk_norm=rules.qk_norm,
         max_position_embeddings=sizes["max_position_embeddings"],

@@ -11,7 +11,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from .methods import METHODS, Method
 
@@ -26,11 +27,23 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
+    @field_validator("*")
+    @classmethod
+    def _representable(cls, value: Any) -> Any:
+        """SQLite, torch and the schedulers keep integers in 64 bits, and models compute in float32."""
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise PydanticCustomError("size", "less than 2^63 in size")
+        if isinstance(value, float) and math.isfinite(value) and value and not 1e-38 < abs(value) < 1e38:
+            raise PydanticCustomError("size", "0 or between 1e-38 and 1e38 in size, as float32 is")
+        return value
+
 
 class ModelConfig(Section):
     """The model that is trained, and how it is held in memory."""
 
-    path: Path = Field(description="Hugging Face folder: config.json, safetensors, tokenizer")
+    path: Path = Field(
+        description="Hugging Face folder: config.json, safetensors, tokenizer; it may have moved at a resume"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of parameters and activations in learner and servers; gradients are float32"
     )
@@ -106,19 +119,22 @@ class AlgorithmConfig(Section):
         1.0, description="ESS ratio of a full step, above 0 and at most 1; auto: median of the first 5, on-policy steps"
     )
     behavior_anchor: float = Field(
-        0.0, ge=0, description="weight of maximum likelihood on the behaviour's samples while ESS is low; 0: none"
+        0.0, ge=0, le=1e6, description="maximum likelihood on the behaviour's samples while ESS is low: its weight"
     )
     normalize_std: bool | None = Field(None, description="divide advantages by the group's standard deviation")
     loss_normalization: Literal["sequence_token_mean", "token_mean", "sequence_token_sum", "constant"] | None = Field(
         None, description="what a token's gradient is divided by, over the global batch; "
         "constant: trajectories x rollout.max_new_tokens",
     )  # fmt: skip
-    kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || reference); with OPOB a second backward")
-    kl_reference: Literal["none", "initial"] = Field("none", description="initial: a copy of model.path on the host")
-    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy; with OPOB a second backward")
-    global_aux_loss: float = Field(
-        0.0, ge=0, description="weight of the experts' load-balancing loss over the whole batch; a forward counts first"
+    kl_coef: float = Field(
+        0.0, ge=0, le=1e6, description="weight of KL(policy || reference); with OPOB a second backward"
     )
+    kl_reference: Literal["none", "initial"] = Field("none", description="initial: a copy of model.path on the host")
+    entropy_coef: float = Field(0.0, ge=0, le=1e6, description="weight of the entropy; with OPOB a second backward")
+    global_aux_loss: float = Field(
+        0.0, ge=0, le=1e6,
+        description="weight of the experts' load-balancing loss over the whole batch; a forward counts first",
+    )  # fmt: skip
     allow_uncorrected: bool = Field(False, description="permit an asynchronous run without off-policy correction")
 
     @property
@@ -184,7 +200,9 @@ class RolloutConfig(Section):
     tensor_parallel: int = Field(1, ge=1, description="GPUs of one server")
     args: tuple[str, ...] = Field((), description="further arguments of every SGLang server")
     port: int = Field(0, ge=0, le=65535, description="port of the first server, the next ones follow; 0: any free")
-    temperature: float = Field(1.0, gt=0, description="of sampling; the trained policy is the one at this temperature")
+    temperature: float = Field(
+        1.0, ge=1e-3, le=1e3, description="of sampling; the trained policy is the one at this temperature"
+    )
     max_new_tokens: int = Field(1024, gt=0, description="sampled tokens of an episode, all of its answers together")
     context_length: int | None = Field(
         None, gt=1, description="tokens of prompt and answers together that a server holds; default: the model's"

@@ -20,6 +20,8 @@ from .run_directory import RunDirectory
 ERROR_PREFIX = "vcpo: error: "
 #: A line of a log that begins with this is shown to the user as well.
 WARNING_PREFIX = "vcpo: warning: "
+#: So is one that begins with this, without it: what a user may want to know of a run that is well.
+NOTE_PREFIX = "vcpo: note: "
 #: In what a learner rank says when it did not fail itself: the orchestrator told it to end, for its own reason.
 ENDED_BY_ORCHESTRATOR = "orchestrator ended the run: "
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .hf_values import flag
+
 #: rope_type -> keys that it needs, and keys that it may have.
 _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -58,7 +60,7 @@ def read_rope(values: Mapping[str, Any], context: int, problems: list[str]) -> R
         # Versions of transformers differ in which of them counts.
         problems.append("rope_scaling and rope_parameters are both given and differ: keep one of them")
     for name in ("rope_scaling", "rope_parameters"):
-        found = values.get(name) or {}
+        found = {} if values.get(name) is None else values[name]
         if not isinstance(found, Mapping):
             problems.append(f"{name} = {found!r} is not an object")
             continue
@@ -109,7 +111,8 @@ def _rope(
     return Rope(
         rope.theta, kind, rope.factor, original=original, attention_factor=attention,
         beta_fast=numbers.get("beta_fast", 32.0), beta_slow=numbers.get("beta_slow", 1.0),
-        truncate=bool(merged.get("truncate", True)), mscale_all_dim=numbers.get("mscale_all_dim", 0.0),
+        truncate=flag({"truncate": True, **merged}, "truncate", problems),
+        mscale_all_dim=numbers.get("mscale_all_dim", 0.0),
     )  # fmt: skip
 
 

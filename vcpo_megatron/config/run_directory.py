@@ -6,7 +6,7 @@
       metrics.jsonl            one object a step; cut back on resume
       rollouts.sqlite          every group and trajectory (opened by the orchestrator alone)
       checkpoints/step_N/      Megatron distributed checkpoint + manifest.json, written last
-      checkpoints/latest       text file "step_N", replaced atomically
+      checkpoints/latest       text file "step_N": the checkpoint completed last; replaced atomically
       checkpoints/best         the same for the complete checkpoint of the highest held-out accuracy
       checkpoints/abandoned/   attempt_A/step_N: newer than the checkpoint that attempt A went back to
       exports/step_N/          the policy after step N as a Hugging Face folder; it appears whole
@@ -180,6 +180,21 @@ class RunDirectory:
         steps = [step for step in self._steps() if (self.checkpoint(step) / MANIFEST).exists()]
         return {step: damage for step in steps if (damage := self._damage(step)) is not None}
 
+    def loss(self) -> str | None:
+        """Why the newest complete checkpoint is not the newest that was complete once; None when it is, and in a run
+        that has completed none. Each that is newer has its manifest, and is damaged, or is what ``latest`` names."""
+        newest = max(self.complete_steps(), default=-1)
+        damaged = [f"{self.checkpoint(step)} is damaged ({damage})"
+                   for step, damage in self.damaged().items() if step > newest]  # fmt: skip
+        latest = self.checkpoints / "latest"
+        if damaged or not latest.is_file():
+            return "; ".join(damaged) or None
+        name = latest.read_text(errors="replace").strip()
+        step = name.removeprefix("step_")
+        if step.isdecimal() and int(step) <= newest:
+            return None
+        return f"{latest} names {name or 'nothing'}, and this is no complete checkpoint any more"
+
     def _damage(self, step: int) -> str | None:
         try:
             files = self.manifest(step).files
@@ -244,14 +259,14 @@ class RunDirectory:
         step, or for ``prune``. Returns the steps of the checkpoints that were moved. The oldest goes first, so that an
         interrupted call leaves the run as it was, without some of its checkpoints; a second call does the rest."""
         moved = self.newer_than(step)
+        if moved:  # first: what it names is there at every instant
+            write_atomically(self.checkpoints / "latest", f"step_{step}\n")
         for parent, steps in ((self.checkpoints, moved), (self.exports, _steps_in(self.exports))):
             folder = parent / "abandoned" / f"attempt_{attempt}"
             for other in steps:
                 if other > step:
                     folder.mkdir(parents=True, exist_ok=True)
                     os.replace(parent / f"step_{other}", folder / f"step_{other}")
-        if moved:
-            write_atomically(self.checkpoints / "latest", f"step_{step}\n")
         return moved
 
 

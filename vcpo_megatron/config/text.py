@@ -5,6 +5,12 @@ from __future__ import annotations
 import textwrap
 
 
+def printable(text: str) -> str:
+    """``text`` with what a terminal would obey or cannot show (control and format characters, bytes of a file name that
+    are no UTF-8) escaped as in Python."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def one_line(text: object, limit: int = 300) -> str:
     """``text`` without line breaks; what is longer than ``limit`` characters ends after a whole word, with "..."."""
     line = " ".join(str(text).split())

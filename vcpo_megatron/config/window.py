@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .hf_values import flag
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -22,17 +24,19 @@ def read_window(
 
     ``kind`` is ``ConfigRules.window``. Adds to ``problems`` what cannot be honoured.
     """
-    tokens, context, count = values.get("sliding_window"), sizes["max_position_embeddings"], sizes["num_hidden_layers"]
-    if kind == "none" or not tokens or (kind != "width" and not values.get("use_sliding_window")):
+    if kind == "none" or (kind != "width" and not flag(values, "use_sliding_window", problems)):
         return None
-    first, kinds = values.get("max_window_layers") or 0, values.get("layer_types")
+    context, count, kinds = sizes["max_position_embeddings"], sizes["num_hidden_layers"], values.get("layer_types")
+    tokens, first = (0 if values.get(key) is None else values[key] for key in ("sliding_window", "max_window_layers"))
     for key, value in (("sliding_window", tokens), ("max_window_layers", first)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            problems.append(f"{key} = {value!r}, no integer")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            problems.append(f"{key} = {value!r}, no integer from 0 on")
             return None
+    if not tokens:
+        return None
     if kind == "width":
         layers = tuple(range(count))
-    elif kinds:
+    elif kinds is not None:
         known = ("full_attention", "sliding_attention")
         if not isinstance(kinds, list) or len(kinds) != count or any(name not in known for name in kinds):
             problems.append(f"layer_types = {kinds!r}, no list of {' or '.join(known)} for {count} layers")

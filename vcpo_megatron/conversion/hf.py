@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..config.model_folder import elsewhere
 from .errors import REMEDY, ConversionError, listed
 from .partial import require_folder
 
@@ -104,6 +105,8 @@ class HFFolder:
             if wrong := [name for name, file in weight_map.items() if not isinstance(file, str)]:
                 raise ConversionError(f"{self.path / INDEX} names no file for {listed(wrong)}: {REMEDY}")
             files = sorted(set(weight_map.values()))
+            if wrong := elsewhere(files):
+                raise ConversionError(f"{self.path / INDEX} names files outside its folder: {listed(wrong)}: {REMEDY}")
             missing = [name for name in files if not (self.path / name).is_file()]
             if missing:
                 raise ConversionError(
@@ -156,7 +159,7 @@ def natural(name: str) -> tuple[object, ...]:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConversionError(f"{path} does not exist: give a Hugging Face model folder") from None
     except (OSError, ValueError, RecursionError) as error:

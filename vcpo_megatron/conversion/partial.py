@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import fcntl
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from ..config.process import WARNING_PREFIX
+from ..config.text import printable
 from .errors import REMEDY, ConversionError, listed
 
 _PLAN, _JOURNAL, _LOCK = "conversion.plan.json", "conversion.journal.jsonl", "conversion.lock"
@@ -127,6 +129,11 @@ class Partial:
                 break
         return steps
 
+    def content(self) -> dict[str, Path]:
+        """Every file that will be in the result, by its path within."""
+        files = {str(path.relative_to(self.path)): path for path in self.path.rglob("*") if path.is_file()}
+        return {name: path for name, path in files.items() if name not in (_PLAN, _JOURNAL, _LOCK)}
+
     def record(self, step: Any) -> None:
         """Note that everything up to here is on the disk."""
         with open(self.path / _JOURNAL, "a") as file:
@@ -228,7 +235,7 @@ class Progress:
     """Bytes done, rate and time left, on a terminal in place, else a line every ``every_s`` seconds."""
 
     def __init__(self, what: str, total: int, stream: TextIO | None, every_s: float = 5.0) -> None:
-        self._what, self._total, self._stream = what, max(total, 1), stream
+        self._what, self._total, self._stream = printable(what), max(total, 1), stream
         self._live = stream is not None and stream.isatty()
         self._every = 0.2 if self._live else every_s
         self._begun = self._told = time.monotonic()
@@ -278,6 +285,14 @@ def carried_files(folder: Path) -> list[Path]:
     if broken := sorted(path.name for path in beside if path.is_symlink() and not path.exists()):
         raise ConversionError(f"{folder}: links to files that do not exist: {listed(broken)}: {REMEDY}")
     return sorted(path for path in beside if path.is_file())
+
+
+def carry_over(folder: Path, out: Path) -> None:
+    """Copy what belongs to a model beside its weights. JSON loses its byte order mark, which no engine reads."""
+    for path in carried_files(folder):
+        shutil.copyfile(path, out / path.name)
+        if path.suffix == ".json" and (data := path.read_bytes()).startswith(codecs.BOM_UTF8):
+            (out / path.name).write_bytes(data.removeprefix(codecs.BOM_UTF8))
 
 
 def fingerprint(folder: Path) -> list[list[Any]]:

@@ -31,7 +31,7 @@ class Tensors(Protocol):
 
     @property
     def computes_in(self) -> torch.dtype:
-        """Dtype of parameters and activations when log-probs are computed."""
+        """Dtype whose rounding log-probs have: that of the parameters they are computed with."""
         ...
 
     def order(self) -> Mapping[str, tuple[int, ...]]:

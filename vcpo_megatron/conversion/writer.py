@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from .errors import ConversionError
 from .hf import INDEX, SINGLE
-from .partial import carried_files
+from .partial import carry_over
 
 #: Size of one weight file, unless a single tensor is larger.
 FILE_BYTES = 5 * 10**9
@@ -112,8 +111,7 @@ def finish_folder(path: Path, beside: Path, config: Mapping[str, Any], dtype: to
 
     The file stays as it was when it says so already.
     """
-    for file in carried_files(beside):
-        shutil.copyfile(file, path / file.name)
+    carry_over(beside, path)
     name = str(dtype).removeprefix("torch.")
     key = "dtype" if "dtype" in config else "torch_dtype"
     if config.get(key) not in (name, None):

@@ -7,6 +7,7 @@ raises ``EnvironmentSetupError`` with everything that is wrong with its settings
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,9 @@ BUILT_IN: dict[str, Factory] = {
     arithmetic.NAME: arithmetic.Arithmetic,
     modular_sum.NAME: modular_sum.ModularSum,
 }
+
+#: What ``Environment`` asks for.
+_MEMBERS = ("name", "fingerprint", "sampling", "max_prompt_tokens", "train_example", "heldout", "episode", "decode")
 
 
 def _factory(name: str) -> Factory:
@@ -47,7 +51,20 @@ def make_environment(config: EnvironmentConfig, tokenizer_dir: Path, seed: int) 
 
     ``tokenizer_dir`` is the model's folder (``tokenizer.json``); ``seed`` settles order and prompts.
     """
-    return _factory(config.name)(config, tokenizer_dir, seed)
+    factory, arguments = _factory(config.name), (config, tokenizer_dir, seed)
+    wrong = f"environment.name = {config.name!r}: "
+    try:
+        inspect.signature(factory).bind(*arguments)
+    except (TypeError, ValueError) as error:  # ValueError: of a built-in function, which cannot be looked at
+        raise EnvironmentSetupError(
+            f"{wrong}it cannot be called with (config, tokenizer_dir, seed): {error}; name a factory that can"
+        ) from error
+    environment = factory(*arguments)
+    if missing := sorted(name for name in _MEMBERS if not hasattr(environment, name)):
+        raise EnvironmentSetupError(
+            f"{wrong}it made a {type(environment).__name__}, which is no environment: it has no {', '.join(missing)}"
+        )
+    return environment
 
 
 def validate_environment(

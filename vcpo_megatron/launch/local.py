@@ -117,8 +117,6 @@ def _context(directory: RunDirectory, plan: Plan, ports: Ports, options: Options
     if not options.resume:
         print(f"{directory.path}: starting at step 0; what every process says is in logs/", flush=True)
     else:
-        for damaged in workspace.skipped_checkpoints(directory) if options.from_step is None else ():
-            print(f"{WARNING_PREFIX}{damaged} and is skipped", file=sys.stderr, flush=True)
         where = "no complete checkpoint yet: starting at step 0" if step is None else f"resuming from step_{step}"
         print(f"{directory.path}: {where}", flush=True)
     if step is not None and (newer := directory.newer_than(step)):
@@ -219,4 +217,13 @@ def _report(ending: Ending, config: RunConfig, directory: RunDirectory) -> None:
     if ending.exit_code != 0:
         step = workspace.newest_checkpoint(directory)
         saved = "no complete checkpoint" if step is None else f"newest complete checkpoint: step_{step}"
-        print(f"{saved}; continue with: {workspace.resume_command(directory)}", flush=True)
+        print(f"{saved}; {_what_next(ending, directory)}", flush=True)
+
+
+def _what_next(ending: Ending, directory: RunDirectory) -> str:
+    """A run that had begun goes on with --resume; a refusal would only come again."""
+    if ending.error is not None and directory.proposed.exists():
+        return "the resume has not begun: see to the error first"
+    if ending.exit_code == 2:  # see the module
+        return "the configuration was refused: see to the error first"
+    return f"continue with: {workspace.resume_command(directory)}"

@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 from ..config.process import ENDED_BY_ORCHESTRATOR
-from ..transport.child import last_error, signal_group
+from ..transport.child import last_error, reap_adopted, signal_group
 
 POLL_S = 0.05
 #: Learner ranks get this long to end after the orchestrator did.
@@ -196,6 +196,7 @@ class Supervisor:
         for child in self._children:
             if child.ended_at is None and child.process.poll() is not None:
                 child.ended_at = time.monotonic()
+        reap_adopted()
 
     def _failed(self, child: Child) -> bool:
         if child.exit_code in (None, 0):

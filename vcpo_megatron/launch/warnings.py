@@ -1,17 +1,17 @@
-"""What the processes of a run warn of, for the terminal of the user who started it."""
+"""What the processes of a run warn of, or note, for the terminal of the user who started it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ..config.process import WARNING_PREFIX
+from ..config.process import NOTE_PREFIX, WARNING_PREFIX
 
 #: Bytes that are looked at in one call; the next one goes on.
 _BLOCK = 1 << 20
 
 
 class LogWarnings:
-    """Lines of ``log`` that begin with "vcpo: warning: ", those that are written from now on."""
+    """Lines of ``log`` that begin with "vcpo: warning: " or "vcpo: note: ", those that are written from now on."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -29,4 +29,4 @@ class LogWarnings:
             end = _BLOCK
         self._at += end
         lines = data[:end].decode(errors="replace").splitlines()
-        return [line for line in lines if line.startswith(WARNING_PREFIX)]
+        return [line.removeprefix(NOTE_PREFIX) for line in lines if line.startswith((WARNING_PREFIX, NOTE_PREFIX))]

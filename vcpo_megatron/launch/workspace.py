@@ -101,9 +101,18 @@ def newest_checkpoint(directory: RunDirectory) -> int | None:
 
 
 def chosen_checkpoint(directory: RunDirectory, wanted: int | None) -> int | None:
-    """``wanted``, which must be complete, or by default the newest complete one; None when there is none."""
+    """``wanted``, which must be complete, or by default the newest one; None in a run that has completed none.
+
+    RunDirectoryError: ``wanted`` is not complete, or by default checkpoints were lost or damaged. To go on from an
+    earlier one throws steps away, and to start over throws the run away: neither is done unless it is asked for.
+    """
+    if directory.checkpoints.exists() and not directory.checkpoints.is_dir():
+        raise RunDirectoryError(f"{directory.checkpoints} is a file; put the folder of the checkpoints back")
     steps = directory.complete_steps()
     if wanted is None:
+        if (loss := directory.loss()) is not None:
+            back = f"go back with --resume --from-step {steps[-1]}" if steps else "start a new run in another --run-dir"
+            raise RunDirectoryError(f"{loss}: put its files back, or {back}")
         return steps[-1] if steps else None
     if wanted not in steps:
         complete = ", ".join(f"step_{step}" for step in steps) or "none"
@@ -111,26 +120,6 @@ def chosen_checkpoint(directory: RunDirectory, wanted: int | None) -> int | None
             f"--from-step {wanted}: {directory.checkpoint(wanted)} is no complete checkpoint; complete are: {complete}"
         )
     return wanted
-
-
-def skipped_checkpoints(directory: RunDirectory) -> list[str]:
-    """One phrase for each damaged checkpoint that is newer than the newest complete one.
-
-    RunDirectoryError when there are only damaged ones: to start over would throw the run away.
-    """
-    newest = newest_checkpoint(directory)
-    damaged = directory.damaged()
-    found = [
-        f"{directory.checkpoint(step)} is damaged ({damage})"
-        for step, damage in damaged.items()
-        if newest is None or step > newest
-    ]
-    if newest is None and found:
-        raise RunDirectoryError(
-            f"{'; '.join(found)}, and there is no other checkpoint: put its files back, or remove it to start over at "
-            "step 0"
-        )
-    return found
 
 
 def full_disk(directory: RunDirectory) -> str:

@@ -15,6 +15,7 @@ import dataclasses
 import shutil
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 
 from ..config.integrity import changed_files
+from ..config.model_facts import differences, shape_facts, weight_facts
 from ..config.models import RunConfig
 from ..config.process import WARNING_PREFIX
 from ..config.run_directory import Manifest, RunDirectory
@@ -42,6 +44,9 @@ _T = TypeVar("_T")
 #: whether experts have an optimizer of their own (expert parallelism) or not.
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
+#: Names that earlier versions gave to facts of the shape.
+_EARLIER_NAMES = {"layers": "num_layers", "hidden": "hidden_size", "vocabulary": "vocab_size"}
+
 
 @dataclass(frozen=True)
 class _Saving:
@@ -60,6 +65,7 @@ class Checkpoints:
         self._directory = directory
         self._parallel = parallel
         self._trainable = trainable
+        self._facts = self._model_facts()
         self._saving: _Saving | None = None
         write_by_threads()
 
@@ -85,7 +91,7 @@ class Checkpoints:
         learner = {
             "ess": dataclasses.asdict(ess),
             "schedule_steps": self._trainable.schedule.num_steps,
-            "model": self._model_facts(),
+            "model": self._facts,
             "layout": self._layout(),
         }
         manifest = Manifest(step=step, attempt=version.attempt, version_number=version.number, learner=learner,
@@ -115,11 +121,7 @@ class Checkpoints:
         path = self._directory.checkpoint(step)
         with reading(path):
             manifest = self._directory.manifest(step)
-        saved, current = manifest.learner["model"], self._model_facts()
-        differing = [f"{key} {saved.get(key)} in the checkpoint, {current[key]} now" for key in current
-                     if saved.get(key) != current[key]]  # fmt: skip
-        if differing:
-            raise CheckpointError(f"{path} does not fit this run: {'; '.join(differing)}")
+        self._compare(path, manifest.learner["model"])
         self._verify(step, manifest)
         prepare_to_load(self._trainable.optimizer)
         with reading(path):
@@ -132,6 +134,21 @@ class Checkpoints:
         if manifest.learner.get("layout") == self._layout():
             rng.load(self._directory.checkpoint(step) / "rng", self._parallel.rank)
         return EssState(**manifest.learner["ess"])
+
+    def _compare(self, path: Path, saved: dict[str, Any]) -> None:
+        """CheckpointError when the model of this run is not that of checkpoint ``path``, by its facts ``saved``."""
+        now = dict(self._facts)
+        if "rope.theta" not in saved:  # an earlier version kept three facts of the shape, by other names
+            saved = {_EARLIER_NAMES.get(key, key): value for key, value in saved.items()}
+            now = {key: value for key, value in now.items() if key in saved}
+            if self._parallel.rank == 0:
+                print(f"{WARNING_PREFIX}{path} was written by an earlier version, with few facts of its model: whether "
+                      f"{self._config.model.path} has changed is not known", flush=True)  # fmt: skip
+        if found := differences(saved, now):
+            raise CheckpointError(
+                f"{path} does not fit this run: {'; '.join(found)}; the model in {self._config.model.path}, or how it "
+                "is held, is not that of the run: restore it, or start a new run"
+            )
 
     def _verify(self, step: int, manifest: Manifest) -> None:
         """Every file of checkpoint ``step`` is what was written: each is read by one of the ranks. CheckpointError on
@@ -171,11 +188,13 @@ class Checkpoints:
 
     def _model_facts(self) -> dict[str, Any]:
         """What must agree between the run that saved and the one that loads."""
-        shape = self._trainable.shape
+        shape, path = self._trainable.shape, self._config.model.path
+        weights = {}
+        if self._config.algorithm.kl_reference == "initial":  # else a resumed run reads none of them
+            weights = {f"weights {name}": fact for name, fact in weight_facts(path).items()}
         return {
-            "layers": shape.num_layers,
-            "hidden": shape.hidden_size,
-            "vocabulary": shape.vocab_size,
+            **shape_facts(shape),
+            **weights,
             "padded vocabulary": padded_vocabulary(self._config, shape),
             "dtype": self._config.model.dtype,
             # Megatron then keeps a second optimizer, and stores the two in another structure than one

@@ -47,8 +47,8 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # fault boundary: a damaged file fails in as many ways as there are readers
         raise CheckpointError(
-            f"cannot read checkpoint {path}: {_shown(error)}; put its files back, or remove it to resume from the one "
-            "before"
+            f"cannot read checkpoint {path}: {_shown(error)}; put its files back, or go back to an earlier one with "
+            "--from-step N"
         ) from error
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,14 +19,15 @@ from .parallel import destroy, initialize
 from .scoring import score_with
 
 
-def checkpoint_logprobs(path: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """float32 [L - 1] for each prompt of L tokens, in the checkpoint's dtype. Call once in a process."""
+def checkpoint_logprobs(opened: OpenedCheckpoint, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """float32 [L - 1] for each prompt of L tokens, in the checkpoint's dtype; in float32 where that is float16, which
+    the learner does not compute in. Call once in a process."""
     platform.prepare()
-    opened = OpenedCheckpoint(path)
+    dtype = torch.float32 if opened.dtype == torch.float16 else opened.dtype
     padded = opened.files.shape(EMBEDDING)[0]
     config = RunConfig.model_validate(
         {
-            "model": {"path": opened.hf, "dtype": str(opened.dtype).removeprefix("torch."), "vocab_multiple": padded},
+            "model": {"path": opened.hf, "dtype": str(dtype).removeprefix("torch."), "vocab_multiple": padded},
             "train": {"steps": 1},
             "environment": {"name": "none"},
         }

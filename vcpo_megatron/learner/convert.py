@@ -8,7 +8,7 @@ folder, and ``MANIFEST`` says how it was made.
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.integrity import changed_files
+from ..config.integrity import changed_files, crc_of_file, sealed, unsealed
 from ..config.load import ConfigError, load_resolved
-from ..config.model_families import tensors
+from ..config.process import WARNING_PREFIX
 from ..config.run_directory import MANIFEST as RUN_MANIFEST
 from ..config.run_directory import RunDirectory, read_manifest
-from ..config.text import one_line
+from ..config.text import one_line, printable
 from ..conversion.errors import ConversionError, listed
 from ..conversion.families import Family, ModelShape, open_model
 from ..conversion.hf import HFFolder
 from ..conversion.ops import GateUp
-from ..conversion.partial import Partial, Progress, carried_files, fingerprint
+from ..conversion.partial import Partial, Progress, carried_files, carry_over, fingerprint
 from ..conversion.shards import unconsumed
 from ..conversion.table import EMBEDDING
 from ..conversion.writer import FILE_BYTES, FolderWriter, finish_folder
@@ -100,6 +100,7 @@ def import_hf(
     ``dtype`` None keeps the one of the files. ConversionError, before anything is written, for a folder that
     is damaged, incomplete, or holds tensors the model does not have; nothing stays behind then.
     """
+    _require_outside_runs(out)
     with HFFolder(source) as folder:
         family, shape = open_model(folder.config)
         skipped = unconsumed(folder, family, shape)
@@ -115,18 +116,18 @@ def import_hf(
             "format": 1, "architecture": family.architecture, "vocabulary": shape.vocab_size,
             "padded_vocabulary": padded, "dtype": str(kind).removeprefix("torch."), "layout": asdict(layout),
         }  # fmt: skip
-        names = family.megatron_names(shape)
+        names, sizes = family.megatron_names(shape), family.outline(shape, kind).values()
         padding = (padded - shape.vocab_size) * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-        total = (sum(torch.Size(size).numel() for size in tensors(shape).values()) + padding) * kind.itemsize
-        carried = carried_files(source)
+        total = sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in sizes) + padding * kind.itemsize
+        carried_files(source)  # what is wrong with them is said before the work
         plan = {**manifest, "source": str(source.absolute()), "files": fingerprint(source)}
         partial = Partial(out, plan, total, [source])
         with partial.guarded():
             _write_parameters(folder, family, shape, layout, padded, kind, names, partial, total, progress)
             (partial.path / HF_PART).mkdir(exist_ok=True)
-            for path in carried:
-                shutil.copyfile(path, partial.path / HF_PART / path.name)
-            (partial.path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+            carry_over(source, partial.path / HF_PART)
+            checksums = {name: crc_of_file(path) for name, path in partial.content().items() if name != MANIFEST}
+            (partial.path / MANIFEST).write_text(sealed({**manifest, "checksums": checksums}) + "\n")
             partial.finish()
     return skipped
 
@@ -138,7 +139,7 @@ def _write_parameters(
     done = partial.steps[-1]["done"] if partial.steps else 0
     writer = CheckpointWriter(partial.path, [entry for step in partial.steps for entry in step["entries"]])
     progress = Progress(f"import {folder.path.name}", total, sys.stderr if show else None)
-    progress.skip(sum(entry[4] for entry in writer.entries))
+    progress.skip(sum(torch.Size(entry[5]).numel() * getattr(torch, entry[7]).itemsize for entry in writer.entries))
     recorded, unsynced = len(writer.entries), 0
     try:
         for number, name in enumerate(names[done:], done + 1):
@@ -207,7 +208,7 @@ class OpenedCheckpoint:
 
     @property
     def computes_in(self) -> torch.dtype:
-        """Dtype of parameters and activations when log-probs are computed."""
+        """Dtype whose rounding log-probs have: that of the parameters they are computed with."""
         return self.dtype
 
     def order(self) -> dict[str, tuple[int, ...]]:
@@ -266,6 +267,7 @@ def export_hf(
 
     ``dtype`` None keeps the parameters' own. ConversionError leaves nothing behind.
     """
+    _require_outside_runs(out)
     opened = OpenedCheckpoint(source)
     kind = DTYPES[dtype] if dtype else opened.dtype
     order = opened.order()
@@ -306,41 +308,69 @@ def _require_range(tensor: Tensor, kind: torch.dtype, name: str) -> None:
         raise ConversionError(f"{name} overflows {str(kind).removeprefix('torch.')}")
 
 
+def _require_outside_runs(out: Path) -> None:
+    """A run removes what it takes for an old checkpoint or export of its own, so nothing else is put there."""
+    if (run := _run_above(out)) is not None and RunDirectory(run).checkpoints.is_dir():  # no configuration's copy
+        raise ConversionError(f"{out}: it lies in {run}, where a run keeps its own: give a name elsewhere")
+
+
+def _run_above(path: Path) -> Path | None:
+    """The run directory that ``path`` is or lies in, links followed."""
+    real = Path(os.path.realpath(path))
+    return next((folder for folder in (real, *real.parents) if RunDirectory(folder).resolved.is_file()), None)
+
+
 def _require_unchanged(path: Path) -> None:
-    """The files of a run's checkpoint are what the run wrote; ConversionError names those that are not."""
-    if not (path / RUN_MANIFEST).is_file():
+    """The files of a checkpoint are what its import or its run wrote; ConversionError names those that are not. What
+    an earlier version wrote without checksums is read with a warning."""
+    marker = next((path / name for name in (MANIFEST, RUN_MANIFEST) if (path / name).is_file()), None)
+    if marker is None:
         return
     try:
-        changed = changed_files(path, read_manifest(path).checksums)
-    except ValueError as error:
-        raise ConversionError(f"{path / RUN_MANIFEST} is damaged: {one_line(error)}") from None
+        imported = marker.name == MANIFEST
+        checksums = unsealed(marker.read_bytes()).get("checksums", {}) if imported else read_manifest(path).checksums
+        changed = changed_files(path, checksums)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConversionError(f"{marker} is damaged: {one_line(error)}") from None
     if changed:
         raise ConversionError(f"{path} has changed since it was written: {listed(changed)}; take another checkpoint")
+    if not checksums:
+        unknown = "was written by an earlier version, without checksums: whether its files have changed is not known"
+        print(printable(f"{WARNING_PREFIX}{path} {unknown}"), file=sys.stderr)
 
 
 def _locate(path: Path) -> tuple[Path, Path]:
-    """The checkpoint's directory, and its Hugging Face folder, for a run, one of its checkpoints, or an import."""
-    if (path / MANIFEST).is_file():
-        return path, path / HF_PART
-    of_run = path.resolve().parent.name == "checkpoints"
-    run = path.parent.parent if of_run else path
-    directory = RunDirectory(run)
-    if not directory.resolved.is_file():
+    """The checkpoint's directory, and its Hugging Face folder, for a run, one of its checkpoints, or an import. Links
+    are followed."""
+    real = Path(os.path.realpath(path))
+    if (real / MANIFEST).is_file():
+        return real, real / HF_PART
+    run = _run_above(real)
+    if run is None or real != run and not _is_checkpoint_of(run, real):
         raise ConversionError(f"{path} is neither an imported checkpoint, a run directory, nor a checkpoint of one")
+    directory = RunDirectory(run)
     try:
         model = load_resolved(directory.resolved).model.path
     except ConfigError as error:
         raise ConversionError(f"{directory.resolved}: {'; '.join(error.problems)}") from None
-    if of_run:
-        return path, model
+    if real != run:
+        return real, model
     if not (steps := directory.complete_steps()):
         raise ConversionError(f"{run} has no complete checkpoint")
+    if (loss := directory.loss()) is not None:
+        raise ConversionError(f"{loss}; put its files back, or give {directory.checkpoint(steps[-1])}, the newest one")
     return directory.checkpoint(steps[-1]), model
+
+
+def _is_checkpoint_of(run: Path, path: Path) -> bool:
+    """One that the run goes on from, or one that it has abandoned."""
+    checkpoints = RunDirectory(run).checkpoints
+    return path.name.startswith("step_") and checkpoints in (path.parent, path.parent.parent.parent)
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConversionError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):

@@ -112,6 +112,10 @@ METRICS: Mapping[str, Metric] = {
     "time/wait_batch": Metric("the learner waited for a batch", "s", "sum"),
     "time/forward_backward": Metric("forward and backward of all micro-batches", "s", "sum"),
     "time/sync": Metric("weights of the last version to the servers", "s", "sum"),
+    "sync/verified": Metric(
+        "updates of servers whose checksums agreed, since the row before; only with rollout.verify_sync", "updates",
+        "sum",
+    ),
     "time/sync_stall": Metric("learner rank 0 stood still to copy the weights that this step starts from", "s"),
     "step/skipped": Metric("1 when parameters were left unchanged (non-finite step), else 0"),
 }

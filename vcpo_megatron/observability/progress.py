@@ -40,7 +40,7 @@ class Progress:
         if row["step"] < self.first_step:
             return
         seconds = row.get("time/step")
-        if _is_finite(seconds):
+        if _is_finite(seconds) and self._is_of_this_attempt(row):
             tokens = row.get("tokens/trained", 0.0)
             self._recent.append((seconds, tokens if _is_finite(tokens) else 0.0))
         if self._console.is_terminal:
@@ -48,6 +48,12 @@ class Progress:
         elif row["step"] + 1 == self._steps or time.monotonic() - self._printed_at >= PLAIN_EVERY_S:
             self._printed_at = time.monotonic()
             print(self.line(), file=self._stream, flush=True)
+
+    def _is_of_this_attempt(self, row: Mapping[str, Any]) -> bool:
+        """Whether everything it trained on was sampled in this attempt. What an earlier one left waits complete in the
+        store: the steps on it are much faster than those that follow."""
+        stale = row.get("staleness/max")
+        return self.first_step == 0 or row["step"] - (stale if _is_finite(stale) else 0) > self.first_step
 
     def line(self) -> str:
         """The line for what was shown last, such as

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..config.process import NOTE_PREFIX
 from ..rollout.server import Server
 
 #: Versions whose answers are remembered.
@@ -26,10 +27,13 @@ class ChecksumBook:
         self._first: dict[str, tuple[str, list[dict[str, str]]]] = {}
         #: Servers' parameters compared so far, with the learner's or with another server's.
         self.compared = 0
+        #: Updates of a server, since somebody set this to 0, after which something was compared and all was equal.
+        self.verified = 0
 
     async def check(self, server: Server, version: str, expected: Mapping[str, str]) -> None:
         """ChecksumError when ``server`` holds something else than ``expected``, or than another server."""
         ranks = await server.client.weights_checksums()
+        before = self.compared
         if expected and len(ranks) == 1 and not server.client.info.on_gpus:
             known = {name: ranks[0][name] for name in expected if name in ranks[0]}
             self._compare(server, version, "what the learner sent", [expected], [known])
@@ -42,6 +46,11 @@ class ChecksumBook:
         if other != server.name:
             self._compare(server, version, f"what {other} holds", first, ranks)
         self._first[version] = (server.name, ranks)
+        if self.compared > before:
+            self.verified += 1
+            if before == 0:
+                print(f"{NOTE_PREFIX}{server.name}: {self.compared} checksums of weights {version} agree "
+                      "(rollout.verify_sync); sync/verified counts the updates that follow", flush=True)  # fmt: skip
 
     def _compare(
         self, server: Server, version: str, what: str, wanted: Sequence[Mapping[str, str]],

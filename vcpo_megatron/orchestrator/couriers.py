@@ -39,7 +39,7 @@ Tell = Callable[[Message], Coroutine[Any, Any, None]]
 
 
 class SenderLost(RuntimeError):
-    """The learner's broadcast failed; the message says why."""
+    """The learner's broadcast failed, or cannot begin; the message says why."""
 
 
 class TensorCourier:
@@ -156,7 +156,9 @@ class GroupCourier:
         self._groups[key] = name
 
     async def send(self, wave: Wave) -> dict[str, str]:
-        name = self._groups[_key(wave.servers)]
+        name = self._groups.get(_key(wave.servers))
+        if name is None:
+            raise WaveFailed(None, SenderLost("a server was restarted meanwhile"))
         self._sent = asyncio.get_running_loop().create_future()
         await self._tell(SendWeights(name, wave.weights.version))
         *_, sent = await run_all(
@@ -200,7 +202,7 @@ class GroupCourier:
 
 def _key(servers: Sequence[Server]) -> tuple[tuple[int, int], ...]:
     """The processes behind ``servers``."""
-    return tuple((server.index, server.starts) for server in servers)
+    return tuple((server.index, server.life) for server in servers)
 
 
 class Couriers:

@@ -126,10 +126,11 @@ class Rounds:
                 await self._fleet.changes.until(lambda: server.serving or None, self._fleet.options.takeover_timeout_s)
             except TimeoutError:
                 raise RunError(f"{server.name} did not come back in time, see {server.log}") from None
+            life = server.life
             try:
                 return await server.client.generate_batch(prompts, samplings, rids)
             except ServerUnavailable as error:
-                if self._fleet.check(server):
+                if self._fleet.check(server, life):
                     raise RunError(f"{server.name} did not answer: {error}, see {server.log}") from error
             except (ServerError, ProtocolError) as error:
                 raise RunError(f"{server.name} refused a batch: {error}, see {server.log}") from error
@@ -276,7 +277,7 @@ class ExactRun:
 
         (batch, result, waited), _ = await run_all(learn(), sample())
         del self._batches[step]
-        await self._trainer.record(batch, result, wait_s=waited, sync_s=self._sync.take_seconds())
+        await self._trainer.record(batch, result, wait_s=waited, sync=self._sync.take_metrics())
         await self._trainer.checkpoint_if_due()
         await self._stop.unless_made(self._publish(step + 1))
 

@@ -52,6 +52,7 @@ from .recorder import Recorder
 from .replay import Replay
 from .resuming import accept, check
 from .rows import MetricsLog, Start, evaluated_versions, start_of_log
+from .servers import all_answer
 from .staleness import StalenessBound
 from .store import ResumePlan, RolloutStore, StoreError, StoreReader
 from .tasks import StopRequest, run_all, run_beside
@@ -189,7 +190,7 @@ class Controller:
 
     async def _start_servers(self, fleet: Fleet, sync: WeightSync) -> None:
         """Servers answer, hold the learner's weights, and agree with it on a probe."""
-        await fleet.answering()
+        await all_answer(fleet)
         await sync.all_loaded(self._version.number)
         await compare(self._link, fleet, self._parts.vocab_size, self._config.model.dtype)
         print(f"learner and {len(fleet.servers)} servers hold version {self._version}", flush=True)
@@ -295,7 +296,7 @@ class Controller:
             batcher.step_done()
             generation.forget(batch)
             self._changes.notify()
-            await trainer.record(batch, result, wait_s=waited, sync_s=sync.take_seconds())
+            await trainer.record(batch, result, wait_s=waited, sync=sync.take_metrics())
             await trainer.checkpoint_if_due()
         if self._stop.made and self._config.checkpoint.resume_partial:
             await run_all(trainer.checkpoint(), generation.park())
@@ -368,12 +369,17 @@ class Controller:
         batcher.restore(plan)
         return batcher
 
+    def _starts(self) -> bool:
+        """Whether a server starts, which takes minutes and has a deadline of its own."""
+        fleet = self._parts.fleet
+        return fleet is not None and any(server.starting for server in fleet.servers)
+
     async def _watch(self) -> None:
         patience = self._config.observability.watchdog_s
         seen, since = self._changes.count, time.monotonic()
         while True:
             await asyncio.sleep(min(1.0, patience / 4))
-            if self._changes.count != seen:
+            if self._changes.count != seen or self._starts():
                 seen, since = self._changes.count, time.monotonic()
             elif time.monotonic() - since > patience:
                 print(f"nothing moved for {patience:g} s: " + "; ".join(part() for part in self._describe), flush=True)

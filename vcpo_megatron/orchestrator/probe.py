@@ -11,6 +11,7 @@ import numpy as np
 from ..rollout.client import ServerError, ServerUnavailable
 from ..rollout.fleet import Fleet
 from ..rollout.protocol import ProtocolError
+from ..rollout.server import Server
 from .learner_link import LearnerLink
 from .tasks import RunError
 
@@ -29,10 +30,7 @@ async def compare(link: LearnerLink, fleet: Fleet, vocab_size: int, dtype: str) 
     tokens = probe_tokens(vocab_size)
     expected = await link.probe(tokens)
     for server in fleet.servers:
-        try:
-            found = np.asarray(await server.client.score(tokens.tolist()), dtype=np.float64)
-        except (ServerError, ServerUnavailable, ProtocolError) as error:
-            raise RunError(f"{server.name} could not score the probe: {error}, see {server.log}") from error
+        found = await _score(fleet, server, tokens)
         if found.shape != expected.shape:
             raise RunError(f"{server.name} scored {found.size} tokens of the probe, the learner {expected.size}")
         difference = float(np.max(np.abs(found - expected)))
@@ -41,3 +39,18 @@ async def compare(link: LearnerLink, fleet: Fleet, vocab_size: int, dtype: str) 
                 f"{server.name} and the learner differ by {difference:.3g} in a log-prob of the probe (at most "
                 f"{_TOLERANCE[dtype]:g} is rounding): they do not compute the same model; see {server.log}"
             )
+
+
+async def _score(fleet: Fleet, server: Server, tokens: np.ndarray) -> np.ndarray:
+    """float64 [L-1]; asked again when the server died and may be restarted."""
+    while True:
+        life = server.life
+        try:
+            return np.asarray(await server.client.score(tokens.tolist()), dtype=np.float64)
+        except (ServerError, ServerUnavailable, ProtocolError) as error:
+            if not isinstance(error, ServerUnavailable) or fleet.check(server, life):
+                raise RunError(f"{server.name} could not score the probe: {error}, see {server.log}") from error
+        try:
+            await fleet.changes.until(lambda: server.serving or None, fleet.options.takeover_timeout_s)
+        except TimeoutError:
+            raise RunError(f"{server.name} did not come back in time, see {server.log}") from None

@@ -74,7 +74,7 @@ class Replay:
             result = await self._trainer.take(batch)
             if result is None:
                 break
-            await self._trainer.record(batch, result, wait_s=0.0, sync_s=0.0)
+            await self._trainer.record(batch, result, wait_s=0.0, sync={"time/sync": 0.0})
             await self._trainer.checkpoint_if_due()
         await self._trainer.checkpoint()
 

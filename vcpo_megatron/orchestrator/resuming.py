@@ -1,6 +1,6 @@
 """Going back to a checkpoint, in two parts: what can refuse it, and then what it changes.
 
-``check``    reads only: the environment's fingerprint, the store's age
+``check``    reads only: the environment's fingerprint, the store's run and age
              then the learner reads and compares its checkpoint (``LearnerLink.loaded``)
 ``accept``   one transaction of the store, in which newer checkpoints are put away; then the configuration of the
              attempt becomes the run's
@@ -16,7 +16,7 @@ import os
 from typing import Any
 
 from ..config.models import RunConfig
-from ..config.process import ProcessContext
+from ..config.process import WARNING_PREFIX, ProcessContext
 from ..environments.base import Environment
 from .recorder import Recorder
 from .store import ResumePlan, RolloutStore
@@ -41,7 +41,10 @@ async def check(
             f"the environment is not that of checkpoint step_{step} (fingerprint {before}, now {now}): its "
             f"configuration is the same, so {changed} has changed; restore it, or start a new run"
         )
-    await recorder.write(lambda store: store.check_not_older(step, state.get("store")))
+    await recorder.write(lambda store: store.check_belongs(step, state.get("store")))
+    if "run" not in state.get("store", {}):
+        print(f"{WARNING_PREFIX}checkpoint step_{step} was written by an earlier version, without the id of its run: "
+              "whether the store is of the same run is not known", flush=True)  # fmt: skip
     return state
 
 

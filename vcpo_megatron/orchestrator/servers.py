@@ -6,12 +6,13 @@ share of ``context.server_devices``.
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 
 from ..config.model_folder import read_model
 from ..config.models import RunConfig
-from ..config.process import ProcessContext
+from ..config.process import NOTE_PREFIX, ProcessContext
 from ..rollout.client import ServerClient
 from ..rollout.fleet import Changes, Fleet, FleetOptions
 from ..rollout.router import Router, RouterClient
@@ -19,10 +20,13 @@ from ..rollout.routing import RoutingShape
 from ..rollout.server import Process, Server
 from ..rollout.sglang import SglangServer
 from ..transport.child import start_child, stop_child
+from .tasks import run_beside
 
 _HOST = "127.0.0.1"
 #: Seconds that a server gets to end after SIGTERM.
 _GRACE_S = 5.0
+#: How often a user is told that servers are still waited for.
+SAY_EVERY_S = 30.0
 
 
 def embedded_command(context: ProcessContext, config: RunConfig, index: int) -> list[str]:
@@ -94,6 +98,18 @@ def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, chan
         health_timeout_s=rollout.health_timeout_s,
     )
     return Fleet(servers, options, launch=launch, stop=stop, changes=changes, router=_router(config, vocab_size))
+
+
+async def all_answer(fleet: Fleet) -> None:
+    """Wait until every server answers, and say now and then how many do; ``Fleet.answering`` says what bounds it."""
+
+    async def say() -> None:
+        while True:
+            ready = sum(server.available for server in fleet.servers)
+            print(f"{NOTE_PREFIX}waiting for rollout servers: {ready} of {len(fleet.servers)} ready", flush=True)
+            await asyncio.sleep(SAY_EVERY_S)
+
+    await run_beside(fleet.answering(), say())
 
 
 def _router(config: RunConfig, vocab_size: int) -> Router | None:

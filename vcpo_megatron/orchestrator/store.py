@@ -303,10 +303,10 @@ class RolloutStore(StoreReader):
         history that leads to the final weights.
 
         state: what ``state`` had returned for this checkpoint; checked when given. StoreError when the file is
-        older than the checkpoint.
+        older than the checkpoint, or of another run.
         """
         with self.transaction():
-            self.check_not_older(step, state)
+            self.check_belongs(step, state)
             cursors, partial = undo_after(self._connection, step, keep_partial=keep_partial)
             self._connection.execute("UPDATE progress SET steps_done = ?", (step,))
             self._totals = self._count()

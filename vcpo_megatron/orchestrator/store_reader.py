@@ -85,20 +85,27 @@ class StoreReader:
         return int(self._rows("SELECT steps_done FROM progress")[0][0])
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint's manifest keeps: next_group_id, next_cursor, position (steps done)."""
+        """What a checkpoint's manifest keeps: next_group_id, next_cursor, position (steps done), run (its id)."""
         group_id, cursor = self._rows("SELECT MAX(group_id), MAX(cursor_index) FROM groups")[0]
         return {
             "next_group_id": 0 if group_id is None else group_id + 1,
             "next_cursor": 0 if cursor is None else cursor + 1,
             "position": self.steps_done(),
+            "run": self._rows("SELECT run FROM identity")[0][0],
         }
 
-    def check_not_older(self, step: int, state: Mapping[str, Any] | None) -> None:
-        """StoreError when the file is older than the checkpoint of ``step`` with ``state``."""
+    def check_belongs(self, step: int, state: Mapping[str, Any] | None) -> None:
+        """StoreError when the file is of another run than the checkpoint of ``step`` with ``state``, or older. Earlier
+        versions kept no id in a checkpoint: any file that is not older passes then."""
         here = self.state()
         expected = {"position": step, **(state or {})}
         if expected["position"] != step:
             raise StoreError(f"the checkpoint of step {step} holds the store's state of step {expected['position']}")
+        if expected.get("run", here["run"]) != here["run"]:
+            raise StoreError(
+                f"{self._path} is of another run than the checkpoint of step {step} (id {here['run']}, not "
+                f"{expected['run']}); put back the file that belongs to it, or start a new run"
+            )
         for name in ("position", "next_group_id", "next_cursor"):
             if here[name] < expected.get(name, 0):
                 raise StoreError(

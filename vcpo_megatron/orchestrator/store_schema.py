@@ -58,6 +58,12 @@ CREATE TABLE IF NOT EXISTS parked (
     answers TEXT NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (group_id, sample_index)) WITHOUT ROWID
 """
 
+# A random id, made with the file: which run the file is of. A file of an earlier version gets its id when it is opened.
+_IDENTITY = """
+CREATE TABLE IF NOT EXISTS identity (run TEXT NOT NULL);
+INSERT INTO identity SELECT lower(hex(randomblob(16))) WHERE NOT EXISTS (SELECT 1 FROM identity);
+"""
+
 #: Reasons for which a group is dropped that a resume has to tell from others.
 ZERO_VARIANCE, SUPERSEDED, RUN_ENDED = "zero variance", "superseded", "run ended"
 
@@ -161,9 +167,11 @@ def _open_at_once(path: Path) -> sqlite3.Connection:
                 raise StoreError(f"rollout store {path}: its file system does not allow a write-ahead log")
             connection.execute("PRAGMA synchronous = FULL")
             if empty:
-                connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+                connection.executescript(f"BEGIN; {_SCHEMA} {_IDENTITY} COMMIT;")
             check_identity(connection, path)
             connection.execute(_PARKED)
+            if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'identity'").fetchone():
+                connection.executescript(f"BEGIN; {_IDENTITY} COMMIT;")
     except BaseException:  # not handled here: nothing stays open
         connection.close()
         raise

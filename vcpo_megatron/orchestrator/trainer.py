@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from ..config.models import RunConfig
@@ -113,11 +113,12 @@ class Trainer:
             await asyncio.sleep(self._stop.left_for_the_step())
         await self._link.leave(step)
 
-    async def record(self, batch: Batch, result: StepResult, *, wait_s: float, sync_s: float) -> None:
-        """Write the row of the step that was taken last; RunError when it was one skipped step too many."""
+    async def record(self, batch: Batch, result: StepResult, *, wait_s: float, sync: Mapping[str, float]) -> None:
+        """Write the row of the step that was taken last, with what ``sync`` measured; RunError when it was one skipped
+        step too many."""
         counts: Counts = await self._recorder.write(lambda store: store.counts())
         now = time.monotonic()
-        times = {"time/step": now - self._step_ended, "time/wait_batch": wait_s, "time/sync": sync_s}
+        times = {"time/step": now - self._step_ended, "time/wait_batch": wait_s, **sync}
         self._step_ended = now
         row = step_row(batch, result, counts, times)
         if self.pacer is not None:

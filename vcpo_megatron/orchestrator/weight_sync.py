@@ -64,7 +64,7 @@ class WeightSync:
         self._held: dict[PolicyVersion, WeightsReady] = {}  # offered and not released
         self._waves: dict[asyncio.Task[None], Wave | None] = {}  # None: a release
         self._alone: set[Server] = set()
-        self._refusals: dict[Server, int] = {}
+        self._refusals: dict[tuple[Server, int], int] = {}  # by server and life
         self._seconds = 0.0
 
     # --- what is to be loaded -----------------------------------------------------------------
@@ -115,10 +115,12 @@ class WeightSync:
 
         await self._fleet.changes.until(look)
 
-    def take_seconds(self) -> float:
-        """Seconds of the longest update since the last call, 0.0 when there was none."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+    def take_metrics(self) -> dict[str, float]:
+        """Seconds of the longest update since the last call, 0.0 when there was none, and how many were verified."""
+        found, self._seconds = {"time/sync": self._seconds}, 0.0
+        if (book := self._updater.book) is not None:
+            found["sync/verified"], book.verified = book.verified, 0
+        return found
 
     # --- whose turn it is ---------------------------------------------------------------------
 
@@ -179,13 +181,12 @@ class WeightSync:
         target = self._target(server)
         if target is None or not server.available or server.updating or server.version == target.version:
             return None
-        return target if self._fleet.check(server) else None
+        return target if self._fleet.check(server, server.life) else None
 
     # --- one wave -----------------------------------------------------------------------------
 
     async def _update(self, wave: Wave) -> None:
         started = time.monotonic()
-        processes = [server.process for server in wave.servers]
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._updater.run(wave)
@@ -195,10 +196,10 @@ class WeightSync:
             await self._failed(wave, error)
         else:
             self._seconds = max(self._seconds, time.monotonic() - started)
-            for server, process in zip(wave.servers, processes, strict=True):
-                self._refusals.pop(server, None)
+            for server, life in zip(wave.servers, wave.lives, strict=True):
+                self._refusals.pop((server, life), None)
                 self._alone.discard(server)
-                if server.process is process:
+                if server.life == life:
                     self._fleet.loaded(server, wave.weights.version)
         finally:
             for server in wave.servers:
@@ -214,13 +215,13 @@ class WeightSync:
             names = ", ".join(server.name for server in wave.servers)
             print(f"weights {version} did not reach {names} ({_why(wave, error)}); trying each alone", flush=True)
             return
-        (server,) = wave.servers
-        if not self._fleet.check(server):
-            return  # it died; supervision restarts it
+        (server,), (life,) = wave.servers, wave.lives
+        if not self._fleet.check(server, life):
+            return  # it died; supervision restarts it, or has done so
         if isinstance(error, ServerUnavailable | TimeoutError):
             await self._unreachable(server, wave, error)
             return
-        refusals = self._refusals[server] = self._refusals.get(server, 0) + 1
+        refusals = self._refusals[server, life] = self._refusals.get((server, life), 0) + 1
         if refusals > 1:
             raise SyncError(f"{server.name} refused weights {version} twice: {error}, see {server.log}") from error
         print(f"{server.name} refused weights {version} ({error}); trying once more", flush=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..rollout.client import ServerError, ServerUnavailable
@@ -29,11 +29,16 @@ FAILURES = (ServerError, ServerUnavailable, ProtocolError, ChecksumError)
 
 @dataclass(eq=False)
 class Wave:
-    """``servers`` on their way to ``weights``; ``at`` is the step that is being done."""
+    """``servers``, in the ``lives`` that they have now, on their way to ``weights``; ``at`` is the step that is being
+    done."""
 
     servers: Sequence[Server]
     weights: WeightsReady
     at: str = "prepare"
+    lives: Sequence[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lives = [server.life for server in self.servers]
 
 
 class WaveFailed(Exception):
@@ -91,7 +96,7 @@ class Updater:
     ) -> None:
         self.courier = courier
         self._pause_mode = pause_mode
-        self._book = book
+        self.book = book
         self._unfinished: set[Server] = set()
 
     async def run(self, wave: Wave) -> None:
@@ -113,7 +118,7 @@ class Updater:
         expected = await courier.send(wave) or wave.weights.checksums
         if courier.session:
             await self._each(wave, "end", self._end)
-        if (book := self._book) is not None:
+        if (book := self.book) is not None:
             await self._each(wave, "verify", lambda server: book.check(server, version, expected))
         await self._each(wave, "continue", lambda server: server.client.resume())
 

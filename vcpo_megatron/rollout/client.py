@@ -20,7 +20,7 @@ import aiohttp
 
 from ..config.servers import TESTED_SGLANG
 from ..config.text import one_line
-from . import protocol
+from . import protocol, replies
 from .back_off import BackOff
 from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
 from .routing import RoutingShape
@@ -80,7 +80,7 @@ class ServerClient:
         self._check_prompt(input_ids, sampling)
         body = protocol.generate_body(input_ids, sampling, rid, self.cache_key)
         reply = await self._post(protocol.GENERATE, body | self._routing_options)
-        result = self._parsed(protocol.GENERATE, protocol.parse_generate, reply, self.vocab_size, sampling)
+        result = self._parsed(protocol.GENERATE, replies.parse_generate, reply, self.vocab_size, sampling)
         return self._with_experts(result, reply, input_ids)
 
     async def generate_batch(
@@ -94,7 +94,7 @@ class ServerClient:
         for prompt, sampling in zip(prompts, samplings, strict=True):
             self._check_prompt(prompt, sampling)
         reply = await self._post(protocol.GENERATE, body | self._routing_options)
-        found = self._parsed(protocol.GENERATE, protocol.parse_generate_batch, reply, samplings, self.vocab_size)
+        found = self._parsed(protocol.GENERATE, replies.parse_generate_batch, reply, samplings, self.vocab_size)
         return [self._with_experts(*one) for one in zip(found, reply, prompts, strict=True)]
 
     @property
@@ -113,7 +113,7 @@ class ServerClient:
         """Log-probs [L-1] of ``tokens[t]`` given ``tokens[:t]``, t = 1..L-1, at temperature 1."""
         self._check_prompt(tokens, SamplingParams())
         reply = await self._post(protocol.GENERATE, protocol.score_body(tokens))
-        return self._parsed(protocol.GENERATE, protocol.parse_score, reply, tokens, self.vocab_size)
+        return self._parsed(protocol.GENERATE, replies.parse_score, reply, tokens, self.vocab_size)
 
     async def abort(self, rid: str | None = None) -> None:
         """Ends request ``rid`` (None: every request) with what it has sampled."""
@@ -181,7 +181,7 @@ class ServerClient:
     async def weights_checksums(self) -> list[dict[str, str]]:
         """Checksums of what the server holds, by parameter name, one dict a rank of the server."""
         reply = await self._post(protocol.WEIGHTS_CHECKER, {"action": "checksum"})
-        return list(self._parsed(protocol.WEIGHTS_CHECKER, protocol.parse_checksums, reply))
+        return list(self._parsed(protocol.WEIGHTS_CHECKER, replies.parse_checksums, reply))
 
     async def end_weight_update(self) -> None:
         await self._bracket(protocol.END_WEIGHT_UPDATE)
@@ -311,7 +311,7 @@ class ServerClient:
         protocol.token_ids(sampling.stop_token_ids, "stop_token_ids", self.vocab_size)
 
     async def _control(self, endpoint: str, body: Mapping[str, Any] | bytes) -> None:
-        self._parsed(endpoint, protocol.parse_success, await self._post(endpoint, body))
+        self._parsed(endpoint, replies.parse_success, await self._post(endpoint, body))
 
     def _parsed(self, endpoint: str, parse: Any, *args: Any) -> Any:
         try:

@@ -177,15 +177,18 @@ class Fleet:
         elif server.process is not None:
             await asyncio.to_thread(self._stop, server.process)
 
-    def unreachable(self, server: Server) -> bool:
-        """The server did not answer: whether it lives, so that asking again makes sense. A joined one has no process to
-        look at: it counts as lost, and must answer, and get all weights, before it serves again."""
-        if server.joined:
+    def unreachable(self, server: Server, life: int) -> bool:
+        """The server, in its ``life``, did not answer: whether it lives, so that asking again makes sense. A joined one
+        has no process to look at: it counts as lost, and must answer, and get all weights, before it serves again."""
+        if server.joined and server.life == life:
             self._lost(server)
-        return self.check(server)
+        return self.check(server, life)
 
-    def check(self, server: Server) -> bool:
-        """Whether the server lives, as far as it is known, ahead of the next look."""
+    def check(self, server: Server, life: int) -> bool:
+        """Whether the server still lives its ``life``, as far as it is known, ahead of the next look. What was asked of
+        an earlier one, and failed, says nothing of the process that is there now."""
+        if server.life != life:
+            return False
         if server.joined:
             return server.available
         alive = server.process is not None and server.process.poll() is None
@@ -290,6 +293,7 @@ class Fleet:
         self._await_start(server)
 
     def _await_start(self, server: Server) -> None:
+        server.life += 1
         server.ready_by = time.monotonic() + self.options.start_timeout_s
         server.asking.reset()
         self._set(server, ServerState.STARTING)

@@ -90,12 +90,13 @@ class Lease:
         failures = 0
         while True:
             server = await self._place()
+            life = server.life
             try:
                 result = await server.client.generate(input_ids, sampling, rid)
             except (ServerUnavailable, ServerError) as error:
                 if isinstance(error, ServerError) and error.status < 500:
                     raise  # the request is at fault
-                if self.fleet.unreachable(server):
+                if self.fleet.unreachable(server, life):
                     failures += 1
                     if failures > _RETRIES:
                         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -48,6 +49,7 @@ class Server:
     version: PolicyVersion | None = None
     process: Process | None = None
     starts: int = 0
+    life: int = 0  # another number for another process, and for a joined server that was lost and found
     load: int = 0
     busy: int = 0
     updating: bool = False
@@ -65,6 +67,11 @@ class Server:
     @property
     def serving(self) -> bool:
         return self.state is ServerState.SERVING
+
+    @property
+    def starting(self) -> bool:
+        """It has begun to start, and its deadline for that is not over."""
+        return self.state is ServerState.STARTING and time.monotonic() < self.ready_by < math.inf
 
     @property
     def available(self) -> bool:

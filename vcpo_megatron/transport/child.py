@@ -15,6 +15,7 @@ No torch here: the supervisor and the orchestrator both use this module.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -24,6 +25,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from ..config.process import ERROR_PREFIX
 from ..config.text import one_line
@@ -108,6 +111,23 @@ def stop_child(process: subprocess.Popen[bytes], *, grace_s: float) -> int:
             pass  # SIGKILL follows in any case
     signal_group(process, signal.SIGKILL)
     return process.wait(timeout=10.0)
+
+
+def reap_adopted() -> None:
+    """Reap children that ended and that this process did not start: orphans of its descendants, which a subreaper gets.
+
+    They are told by their session: what is started here is in that of this process or leads its own, so no exit code
+    that a ``Popen`` waits for is taken. An orphan that leads a session of its own is left as it is.
+    """
+    try:
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return  # one system call, in nearly every case
+    except ChildProcessError:
+        return
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, ChildProcessError):
+            if child.status() == psutil.STATUS_ZOMBIE and os.getsid(child.pid) not in (os.getsid(0), child.pid):
+                os.waitpid(child.pid, os.WNOHANG)
 
 
 def last_error(log: Path) -> str | None:

@@ -1,0 +1,91 @@
+"""What ranks are told of a checkpoint after it, or the model, has changed; run by ``world.run_world``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.learner import platform
+from vcpo_megatron.types import Batch, PolicyVersion
+
+
+def loads_after_changes(config: RunConfig, batches: list[Batch], run_dir: str, changes: list[str]) -> list[str]:
+    """Save two checkpoints, then change one byte of each of ``changes`` in the second, one after the other (its size
+    stays); what this rank is told when it loads that one, "" where it does."""
+    platform.prepare()
+    from vcpo_megatron.config.run_directory import RunDirectory
+    from vcpo_megatron.learner.checkpoint import Checkpoints
+    from vcpo_megatron.learner.checkpoint_errors import CheckpointError
+    from vcpo_megatron.learner.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.step import VcpoStep
+    from vcpo_megatron.learner.training import build_trainable
+
+    parallel, directory = initialize(config), RunDirectory(Path(run_dir))
+    trainable = build_trainable(config, parallel, load=True)
+    step = VcpoStep(config, parallel, trainable)
+    checkpoints = Checkpoints(config, directory, parallel, trainable)
+    for number in (1, 2):
+        step.run(batches[number - 1], PolicyVersion(1, number))
+        checkpoints.start(number, PolicyVersion(1, number), step.ess_state, {})
+        checkpoints.finished(wait=True)
+    messages = []
+    for name in ["", *changes]:
+        path = directory.checkpoint(2) / name
+        torch.distributed.barrier()
+        whole = path.read_bytes() if name else b""
+        torch.distributed.barrier()
+        if name and parallel.rank == 0:
+            middle = len(whole) // 2
+            path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        torch.distributed.barrier()
+        try:
+            checkpoints.load(2)
+            messages.append("")
+        except CheckpointError as error:
+            messages.append(str(error))
+        torch.distributed.barrier()
+        if name and parallel.rank == 0:
+            path.write_bytes(whole)
+    messages += _other_models(config, directory, parallel, trainable)
+    leave_layout()
+    return messages
+
+
+def _other_models(config: RunConfig, directory: Any, parallel: Any, trainable: Any) -> list[str]:
+    """What this rank is told of checkpoint 2 with: another rope of the same shapes; other initial weights of the same
+    size; the first again, when an earlier version had written the manifest."""
+    from vcpo_megatron.learner.checkpoint import Checkpoints
+    from vcpo_megatron.learner.checkpoint_errors import CheckpointError
+
+    def told(shape: Any) -> str:
+        torch.distributed.barrier()
+        try:
+            Checkpoints(config, directory, parallel, replace(trainable, shape=shape)).load(2)
+            return ""
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            torch.distributed.barrier()
+
+    shape = trainable.shape
+    other = replace(shape, rope=replace(shape.rope, theta=123.0), norm_eps=0.5)
+    messages = [told(other)]
+    weights, manifest = config.model.path / "model.safetensors", directory.checkpoint(2) / "manifest.json"
+    if parallel.rank == 0:
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    messages.append(told(shape))
+    if parallel.rank == 0:
+        weights.write_bytes(whole)
+        earlier = json.loads(manifest.read_text())
+        del earlier["crc32"]
+        kept = {key: earlier["learner"]["model"][key] for key in ("padded vocabulary", "dtype", "parallel.expert > 1")}
+        names = {"layers": shape.num_layers, "hidden": shape.hidden_size, "vocabulary": shape.vocab_size}
+        earlier["learner"]["model"] = kept | names
+        manifest.write_text(json.dumps(earlier))
+    return [*messages, told(other), told(replace(shape, hidden_size=7))]
