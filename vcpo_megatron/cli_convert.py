@@ -173,9 +173,10 @@ def _guarded(run: Command) -> Command:
 
 def _require_paths(args: argparse.Namespace) -> None:
     """What can be said of the paths before torch is imported, which takes seconds."""
-    from .conversion.partial import require_absent, require_folder
+    from .conversion.partial import require_absent, require_apart, require_folder
 
     require_folder(args.source)
+    require_apart(args.out, [args.source])
     require_absent(args.out)
 
 

@@ -38,13 +38,13 @@ class Partial:
     """
 
     def __init__(self, out: Path, plan: Mapping[str, Any], needed_bytes: int, sources: Iterable[Path] = ()) -> None:
-        self.out, self.path = out, out.parent / f"{out.name}.partial"
+        self.out, self.path = out, partial_of(out)
         self.steps: list[Any] = []
         self._lock: BinaryIO | None = None
         self._made: list[Path] = []  # folders, deepest first
         try:
             with self._undone_by_errors():
-                self._require_apart(sources)
+                require_apart(out, sources)
                 require_absent(out)
                 self._require_ours()
                 self._require_room(plan, needed_bytes)
@@ -52,16 +52,6 @@ class Partial:
         except BaseException:
             self.release()
             raise
-
-    def _require_apart(self, sources: Iterable[Path]) -> None:
-        for written in (Path(os.path.realpath(path)) for path in (self.out, self.path)):
-            for source in sources:
-                read = Path(os.path.realpath(source))
-                if written == read or written in read.parents or read in written.parents:
-                    raise ConversionError(
-                        f"{self.out}: it or {self.path.name} is, holds or lies in {source}, which is only read: "
-                        "give a name elsewhere"
-                    )
 
     def _require_ours(self) -> None:
         """Nothing is removed that no conversion has written."""
@@ -202,6 +192,23 @@ class Partial:
         for folder in self._made:
             with suppress(OSError):  # removed already, never made, or used by others meanwhile
                 folder.rmdir()
+
+
+def partial_of(out: Path) -> Path:
+    """Where ``out`` is while it is being written."""
+    return out.parent / f"{out.name}.partial"
+
+
+def require_apart(out: Path, sources: Iterable[Path]) -> None:
+    """ConversionError when ``out``, or its partial folder, is, holds or lies in one of ``sources``."""
+    for written in (Path(os.path.realpath(path)) for path in (out, partial_of(out))):
+        for source in sources:
+            read = Path(os.path.realpath(source))
+            if written == read or written in read.parents or read in written.parents:
+                raise ConversionError(
+                    f"{out}: it or {partial_of(out).name} is, holds or lies in {source}, which is only read: "
+                    "give a name elsewhere"
+                )
 
 
 def require_absent(out: Path) -> None:
