@@ -38,7 +38,7 @@ class Partial:
     """
 
     def __init__(self, out: Path, plan: Mapping[str, Any], needed_bytes: int, sources: Iterable[Path] = ()) -> None:
-        self.out, self.path = out, _partial_of(out)
+        self.out, self.path = out, partial_of(out)
         self.steps: list[Any] = []
         self._lock: BinaryIO | None = None
         self._made: list[Path] = []  # folders, deepest first
@@ -194,18 +194,19 @@ class Partial:
                 folder.rmdir()
 
 
-def _partial_of(out: Path) -> Path:
+def partial_of(out: Path) -> Path:
+    """Where ``out`` is while it is being written."""
     return out.parent / f"{out.name}.partial"
 
 
 def require_apart(out: Path, sources: Iterable[Path]) -> None:
-    """ConversionError when the result would be, hold or lie in what is only read."""
-    for written in (Path(os.path.realpath(path)) for path in (out, _partial_of(out))):
+    """ConversionError when ``out``, or its partial folder, is, holds or lies in one of ``sources``."""
+    for written in (Path(os.path.realpath(path)) for path in (out, partial_of(out))):
         for source in sources:
             read = Path(os.path.realpath(source))
             if written == read or written in read.parents or read in written.parents:
                 raise ConversionError(
-                    f"{out}: it or {_partial_of(out).name} is, holds or lies in {source}, which is only read: "
+                    f"{out}: it or {partial_of(out).name} is, holds or lies in {source}, which is only read: "
                     "give a name elsewhere"
                 )
 
