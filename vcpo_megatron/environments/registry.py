@@ -39,8 +39,8 @@ def _factory(name: str) -> Factory:
         factory = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise EnvironmentSetupError(
-            f"environment.name = {name!r}: {error}; give 'package.module:factory' that Python can import (installed, or "
-            "PYTHONPATH=FOLDER: neither the working directory nor the configuration's folder is searched)"
+            f"environment.name = {name!r}: {error}; give 'package.module:factory' that Python can import (installed, "
+            "or PYTHONPATH=FOLDER: neither the working directory nor the configuration's folder is searched)"
         ) from error
     if not callable(factory):
         raise EnvironmentSetupError(f"environment.name = {name!r}: {attribute} is not callable; name a factory")
