@@ -25,6 +25,7 @@ from transformers import (
 from vcpo_megatron.conversion.errors import ConversionError
 from vcpo_megatron.conversion.families import open_model
 from vcpo_megatron.conversion.hf import HFFolder
+from vcpo_megatron.conversion.ops import joined
 from vcpo_megatron.conversion.shards import load_shard, unconsumed
 from vcpo_megatron.conversion.table import OUTPUT, Family, ModelShape
 
@@ -316,3 +317,12 @@ def test_export_of_wrong_shards_is_refused(saved):
     one_of_two = model.shards(2)[name][:1]
     with pytest.raises(ConversionError, match=r"down_proj\.weight of shape \[24, 10\], expected \[24, 20\]"):
         list(model.family.to_hf(name, one_of_two, model.shape))
+
+
+def test_a_whole_shard_is_not_copied_and_a_part_keeps_nothing_alive() -> None:
+    shard = torch.arange(12.0).view(6, 2)
+    assert joined([shard]).data_ptr() == shard.data_ptr()
+    for parts in ([shard[:4]], [shard[:4], shard[4:]]):
+        found = joined(parts)
+        assert found.untyped_storage().nbytes() == found.nbytes and found.data_ptr() != shard.data_ptr()
+        assert found.tolist() == shard[: len(found)].tolist()

@@ -6,7 +6,7 @@ An op is a pair of inverse functions and the dimension that tensor parallelism c
     to_hf(shards, shape) -> list[Tensor]                               shards of all TP ranks -> HF tensors
 
 They know sizes (``ModelShape``) but no names; names are in the tables. All results are contiguous and
-own their memory, so that a shard does not keep the whole tensor alive.
+own their memory, so that a shard does not keep the whole tensor alive, or are one of the shards.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Cut:
         return part(tensors[0], self.partition_dim, rank, size)
 
     def to_hf(self, shards: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-        return [torch.cat(list(shards), dim=self.partition_dim)]
+        return [joined(shards, self.partition_dim)]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class VocabRows:
         return shard
 
     def to_hf(self, shards: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-        return [torch.cat(list(shards), dim=0)[: shape.vocab_size].clone()]
+        rows = len(shards[0])
+        return [joined([shard[: max(0, shape.vocab_size - i * rows)] for i, shard in enumerate(shards)])]
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class QkvByGroup:
         return part(torch.cat(groups, dim=1).flatten(0, 1), 0, rank, size)
 
     def to_hf(self, shards: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-        stacked = torch.cat(list(shards), dim=0)
+        stacked = joined(shards)
         groups = stacked.reshape(shape.num_key_value_heads, -1, *stacked.shape[1:])
         sizes = [shape.queries_per_group * shape.head_dim, shape.head_dim, shape.head_dim]
         return [piece.flatten(0, 1).contiguous() for piece in groups.split(sizes, dim=1)]
@@ -110,6 +111,13 @@ class GateUp:
     def to_hf(self, shards: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
         halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])]
+
+
+def joined(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """The shards along ``dim``, in memory of its own: one that is whole is left as it is, an embedding is large."""
+    if len(shards) == 1 and shards[0].untyped_storage().nbytes() == shards[0].nbytes:
+        return shards[0]
+    return torch.cat(list(shards), dim=dim)
 
 
 def part(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
