@@ -40,7 +40,7 @@ WAYS = ("tensor", "disk", "distributed")
 #: Name -> (hidden size, layers, units of the MLP, vocabulary); a head has 64 dimensions.
 MODELS = {
     "2m": (128, 4, 384, 4096),
-    "60m": (512, 8, 1536, 32000),
+    "60m": (512, 14, 1536, 32000),
     "500m": (896, 24, 4864, 151936),
 }
 
