@@ -20,6 +20,9 @@ import pytest
 hypothesis.settings.register_profile("vcpo", deadline=None)
 hypothesis.settings.load_profile("vcpo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts its background commands with SIGINT ignored. asyncio gives it the handler below when a loop ends, and
+# processes under test are to be stopped by it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Variables that pytest sets while a test runs, and torch when its compiler is imported for the first time. The alarm,
 #: left out of the signals, is pytest-timeout's.
