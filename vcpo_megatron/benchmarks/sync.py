@@ -8,6 +8,7 @@ alternately, because a machine's pace changes while it is shared.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -157,12 +158,9 @@ class Learner:
         self.sizes = [
             sum(torch.Size(size).numel() * 4 for _, _, size in bucket) for bucket in self.sender._groups.plan
         ]
+        self.bytes = sum(tensor.nbytes for tensor in self.shards.values())
         self._copies = {name: tensor.clone() for name, tensor in self.shards.items()}
         self.version = 0
-
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.shards.values())
 
     def publish(self) -> float:
         """Seconds that a step would wait."""
@@ -190,8 +188,11 @@ class Learner:
         return gather, copy
 
     def close(self) -> None:
+        """End the sender, and free the model and all its copies before the next one is made."""
         self.sender.close()
         self._leave()
+        del self.sender, self._gatherer, self.shards, self._copies
+        gc.collect()
 
 
 class Orchestrator:
