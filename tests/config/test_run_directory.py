@@ -30,6 +30,13 @@ def save(directory: RunDirectory, step: int) -> None:
     (directory.checkpoint(step) / "data").write_text("tensors")
 
 
+def complete(directory: RunDirectory, *steps: int) -> None:
+    """Checkpoints of ``steps``, in this order."""
+    for step in steps:
+        save(directory, step)
+        directory.complete(step, manifest(step))
+
+
 def test_paths(directory: RunDirectory, tmp_path: Path) -> None:
     assert directory.resolved == tmp_path / "resolved.toml"
     assert directory.metrics == tmp_path / "metrics.jsonl"
@@ -41,9 +48,7 @@ def test_paths(directory: RunDirectory, tmp_path: Path) -> None:
 
 def test_only_checkpoints_with_a_manifest_are_complete(directory: RunDirectory) -> None:
     assert directory.complete_steps() == []
-    for step in (2, 10, 9):
-        save(directory, step)
-        directory.complete(step, manifest(step))
+    complete(directory, 2, 10, 9)
     save(directory, 11)  # killed before the manifest
     save(directory, 12)
     (directory.checkpoint(12) / f".{MANIFEST}.1.tmp").write_text("{}")  # killed while it was written
@@ -55,9 +60,7 @@ def test_only_checkpoints_with_a_manifest_are_complete(directory: RunDirectory) 
 
 
 def test_a_damaged_checkpoint_does_not_count(directory: RunDirectory) -> None:
-    for step in range(1, 6):
-        save(directory, step)
-        directory.complete(step, manifest(step))
+    complete(directory, *range(1, 6))
     (directory.checkpoint(2) / "data").write_text("tens")
     (directory.checkpoint(3) / "data").unlink()
     (directory.checkpoint(4) / MANIFEST).write_text("")
@@ -89,9 +92,7 @@ def test_manifest_with_unknown_keys_is_refused(directory: RunDirectory) -> None:
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [30]), (2, [20, 30]), (3, [10, 20, 30]), (9, [10, 20, 30])])
 def test_prune_keeps_the_newest_complete_ones(directory: RunDirectory, keep: int, left: list[int]) -> None:
-    for step in (10, 20, 30):
-        save(directory, step)
-        directory.complete(step, manifest(step))
+    complete(directory, 10, 20, 30)
     save(directory, 40)  # being written: neither counted nor removed
     directory.prune(keep)
     assert directory.complete_steps() == left
@@ -101,9 +102,7 @@ def test_prune_keeps_the_newest_complete_ones(directory: RunDirectory, keep: int
 def test_what_cannot_be_pruned_is_named_and_the_rest_goes(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for step in (10, 20, 30):
-        save(directory, step)
-        directory.complete(step, manifest(step))
+    complete(directory, 10, 20, 30)
     (directory.checkpoints / "step_5").touch()  # a file, and a name that we do not give
     (directory.checkpoints / "step_007").mkdir()
     remove = shutil.rmtree
@@ -123,9 +122,7 @@ def test_what_cannot_be_pruned_is_named_and_the_rest_goes(
 def test_killed_while_pruning_leaves_no_checkpoint_that_looks_complete(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for step in (10, 20):
-        save(directory, step)
-        directory.complete(step, manifest(step))
+    complete(directory, 10, 20)
 
     def killed(path: Path) -> None:
         raise KeyboardInterrupt
@@ -174,9 +171,7 @@ def test_what_is_not_whole_is_not_complete(directory: RunDirectory, damage: str)
 
 
 def test_the_best_is_marked_and_kept(directory: RunDirectory) -> None:
-    for step in (10, 20, 30, 40):
-        save(directory, step)
-        directory.complete(step, manifest(step))
+    complete(directory, 10, 20, 30, 40)
     save(directory, 15)  # an interrupted save
     assert directory.mark_best({}) is None
     assert directory.mark_best({10: 0.5, 20: 0.7, 25: 0.9, 30: 0.7, 40: 0.6}) == 30  # of equals the newer
@@ -187,9 +182,7 @@ def test_the_best_is_marked_and_kept(directory: RunDirectory) -> None:
 
 
 def test_a_future_that_was_left_is_moved_away(directory: RunDirectory) -> None:
-    for step in (10, 20, 30):
-        save(directory, step)
-        directory.complete(step, manifest(step))
+    complete(directory, 10, 20, 30)
     save(directory, 35)
     assert directory.newer_than(10) == [20, 30]
     assert directory.abandon_after(10, attempt=3) == [20, 30]
@@ -203,9 +196,7 @@ def test_a_future_that_was_left_is_moved_away(directory: RunDirectory) -> None:
 def test_at_no_instant_does_latest_name_what_was_moved(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for step in (10, 20, 30):
-        save(directory, step)
-        directory.complete(step, manifest(step))
+    complete(directory, 10, 20, 30)
     replace, moves = os.replace, []
 
     def killed_after_the_first(source: Path, target: Path) -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from vcpo_megatron import cli
 from vcpo_megatron.config.load import dump_resolved
 from vcpo_megatron.config.run_directory import Manifest, RunDirectory
-from vcpo_megatron.learner.convert import Layout, import_hf
 
+from .conversions import convert, imported_beside
 from .families import make_family, without_checksums
 from .scenarios import make_config
 
@@ -25,8 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def imported(folder: Path) -> Path:
-    import_hf(folder, folder.with_name("checkpoint"), Layout(), vocab_multiple=8, progress=False)
-    return folder.with_name("checkpoint")
+    return imported_beside(folder)
 
 
 @pytest.fixture
@@ -46,10 +44,6 @@ def run(folder: Path, imported: Path, tmp_path: Path) -> RunDirectory:
     shutil.copytree(folder, directory.export(9))
     directory.resolved.write_text(dump_resolved(make_config(folder, 10)))
     return directory
-
-
-def convert(*arguments: str | Path) -> int:
-    return cli.main(["convert", *map(str, arguments)])
 
 
 def flip(file: Path) -> None:

@@ -20,6 +20,7 @@ from vcpo_megatron.conversion import partial
 from vcpo_megatron.conversion.verify import FolderTensors
 from vcpo_megatron.learner.convert import Layout, OpenedCheckpoint, import_hf
 
+from .conversions import convert, imported_beside
 from .families import make_family, without_checksums
 
 ROOT = Path(__file__).parents[2]
@@ -32,12 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(folder: Path) -> Path:
-    import_hf(folder, folder.with_name("checkpoint"), Layout(), vocab_multiple=8, progress=False)
-    return folder.with_name("checkpoint")
-
-
-def convert(*arguments: str | Path) -> int:
-    return cli.main(["convert", *map(str, arguments)])
+    return imported_beside(folder)
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:

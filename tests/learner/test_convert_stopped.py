@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from vcpo_megatron import cli
 from vcpo_megatron.conversion import partial, verify, writer
 from vcpo_megatron.learner import convert as convert_module
 from vcpo_megatron.learner.checkpoint_files import CheckpointWriter
-from vcpo_megatron.learner.convert import Layout, import_hf
 
+from .conversions import convert, imported_beside
 from .families import make_family
 
 
@@ -26,12 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(folder: Path) -> Path:
-    import_hf(folder, folder.with_name("checkpoint"), Layout(), vocab_multiple=8, progress=False)
-    return folder.with_name("checkpoint")
-
-
-def convert(*arguments: str | Path) -> int:
-    return cli.main(["convert", *map(str, arguments)])
+    return imported_beside(folder)
 
 
 class Interrupted:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests.rollout.canned import Handler, run_against
 from vcpo_megatron.rollout import client as client_module
 from vcpo_megatron.rollout.client import ServerClient, ServerError, ServerUnavailable
 from vcpo_megatron.rollout.protocol import ProtocolError, SamplingParams
@@ -23,28 +24,11 @@ ANSWER = {
         "output_token_logprobs": [[-1.0, 1, None]],
     },
 }
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def against(handler: Handler, scenario: Callable[[ServerClient], Awaitable[Any]], timeout_s: float = 5.0) -> Any:
     """Runs ``scenario`` against a server whose every endpoint is ``handler``."""
-
-    async def run() -> Any:
-        app = web.Application()
-        app.router.add_route("*", "/{tail:.*}", handler)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        client = ServerClient(f"http://127.0.0.1:{runner.addresses[0][1]}", 10, timeout_s)
-        try:
-            async with asyncio.timeout(20):
-                return await scenario(client)
-        finally:
-            await client.close()
-            await runner.cleanup()
-
-    return asyncio.run(run())
+    return run_against(handler, lambda url: ServerClient(url, 10, timeout_s), scenario)
 
 
 def answering(status: int = 200, value: Any = None, text: str | None = None) -> Handler:

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from tests.orchestrator.fake_run import FakeClient, FakeProcess, FakeRun, config
+from tests.rollout.canned import Handler, run_against
 from tests.rollout.test_client import ANSWER
 from vcpo_megatron.orchestrator.tasks import run_beside
 from vcpo_megatron.rollout.client import ServerError, ServerUnavailable
@@ -347,23 +348,8 @@ def test_a_run_behind_a_router_keeps_the_bound_and_the_versions(tmp_path: Path, 
 # --- the client ---------------------------------------------------------------------------------
 
 
-def against(handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
-            scenario: Callable[[RouterClient], Awaitable[Any]]) -> Any:  # fmt: skip
-    async def run() -> Any:
-        app = web.Application()
-        app.router.add_route("*", "/{tail:.*}", handler)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        client = RouterClient(f"http://127.0.0.1:{runner.addresses[0][1]}/", 10, 5.0)
-        try:
-            async with asyncio.timeout(20):
-                return await scenario(client)
-        finally:
-            await client.close()
-            await runner.cleanup()
-
-    return asyncio.run(run())
+def against(handler: Handler, scenario: Callable[[RouterClient], Awaitable[Any]]) -> Any:
+    return run_against(handler, lambda url: RouterClient(f"{url}/", 10, 5.0), scenario)
 
 
 def test_what_the_router_is_asked_and_answers() -> None:

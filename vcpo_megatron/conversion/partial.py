@@ -49,7 +49,7 @@ class Partial:
                 self._require_ours()
                 self._require_room(plan, needed_bytes)
                 self._take(plan)
-        except BaseException:
+        except BaseException:  # not handled here: nothing stays locked
             self.release()
             raise
 

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
 
 from .base import EnvironmentSetupError
+from .tokenizer import load_tokenizer
 
 Message = Mapping[str, Any]
 
@@ -25,7 +25,7 @@ class ChatTemplate:
     """Tokenizer and chat template of a model folder; EnvironmentSetupError when it has none."""
 
     def __init__(self, folder: Path) -> None:
-        self.tokenizer = _load_tokenizer(folder / "tokenizer.json")
+        self.tokenizer = load_tokenizer(folder / "tokenizer.json")
         settings = _read_json(folder / "tokenizer_config.json")
         self._special = {key: _text(value) for key, value in settings.items() if key.endswith("_token")}
         source = _template_source(folder, settings)
@@ -57,17 +57,6 @@ class ChatTemplate:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens without special ones."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
-
-
-def _load_tokenizer(path: Path) -> Tokenizer:
-    if not path.is_file():
-        raise EnvironmentSetupError(f"{path}: no such file; set model.path to a folder with a tokenizer.json")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for everything
-        raise EnvironmentSetupError(
-            f"{path}: not a tokenizer ({error}); take the tokenizer.json that came with the model"
-        ) from error
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ from ..config.models import EnvironmentConfig
 from .base import Action, EnvironmentSetupError, Example, Observation, Outcome, Problems, fingerprint
 from .datasets import Row, ShuffledOrder, read_rows
 from .options import parse_options
+from .tokenizer import load_tokenizer
 
 NAME = "modular_sum"
 HELDOUT_PROMPTS = 512
@@ -103,7 +104,7 @@ class ModularSum:
         with problems.collect():
             options = parse_options(Options, config.options, NAME)
         with problems.collect():
-            self._tokenizer, self._ids = _load_tokenizer(tokenizer_dir)
+            self._tokenizer, self._ids = _tokens_of(tokenizer_dir)
         self._options = options
         self._seed = seed
         self._heldout: list[str] = []
@@ -152,17 +153,10 @@ class ModularSum:
         return prompt
 
 
-def _load_tokenizer(folder: Path) -> tuple[Tokenizer, dict[str, int]]:
+def _tokens_of(folder: Path) -> tuple[Tokenizer, dict[str, int]]:
     """The tokenizer and the token id of each of "0" ... "9" and "="."""
     path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise EnvironmentSetupError(f"{path}: no such file; set model.path to a folder with a tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for everything
-        raise EnvironmentSetupError(
-            f"{path}: not a tokenizer ({error}); take the tokenizer.json that came with the model"
-        ) from error
+    tokenizer = load_tokenizer(path)
     found = {character: tokenizer.token_to_id(character) for character in "0123456789="}
     ids = {character: token for character, token in found.items() if token is not None}
     if missing := [character for character in found if character not in ids]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ..config.load import ConfigError
 from ..config.model_folder import read_model
 from ..config.models import RunConfig
-from ..config.process import ERROR_PREFIX, ProcessContext
+from ..config.process import ERROR_PREFIX, WARNING_PREFIX, ProcessContext
 from ..environments.base import EnvironmentSetupError
 from ..environments.registry import make_environment
 from ..observability.sinks import JsonlSink, Sink, TensorBoardSink
@@ -75,7 +75,7 @@ async def run(context: ProcessContext) -> str:
     """One run from the process's context; returns why it ended well."""
     config = context.config()
     if (problem := allow_connections(config.rollout.fleet_size * config.rollout.max_running_requests)) is not None:
-        print(f"vcpo: warning: {problem}", flush=True)
+        print(f"{WARNING_PREFIX}{problem}", flush=True)
     parts = make_parts(context, config)
     controller = Controller(context, config, parts)
     loop = asyncio.get_running_loop()

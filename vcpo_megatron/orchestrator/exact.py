@@ -41,6 +41,7 @@ from .evaluation import EVALUATION_GROUP, mean_reward
 from .failures import one_line
 from .generation import Cursor, SamplingRules
 from .recorder import Recorder, record_whole
+from .servers import back_in_service
 from .store import ResumePlan
 from .tasks import RunError, StopRequest, run_all, run_beside
 from .trainer import Trainer
@@ -122,10 +123,7 @@ class Rounds:
         samplings = [request.sampling for request in requests]
         rids = [request.rid for request in requests]
         while True:
-            try:
-                await self._fleet.changes.until(lambda: server.serving or None, self._fleet.options.takeover_timeout_s)
-            except TimeoutError:
-                raise RunError(f"{server.name} did not come back in time, see {server.log}") from None
+            await back_in_service(self._fleet, server)
             life = server.life
             try:
                 return await server.client.generate_batch(prompts, samplings, rids)

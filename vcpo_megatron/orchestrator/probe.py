@@ -13,6 +13,7 @@ from ..rollout.fleet import Fleet
 from ..rollout.protocol import ProtocolError
 from ..rollout.server import Server
 from .learner_link import LearnerLink
+from .servers import back_in_service
 from .tasks import RunError
 
 _LENGTH = 16
@@ -50,7 +51,4 @@ async def _score(fleet: Fleet, server: Server, tokens: np.ndarray) -> np.ndarray
         except (ServerError, ServerUnavailable, ProtocolError) as error:
             if not isinstance(error, ServerUnavailable) or fleet.check(server, life):
                 raise RunError(f"{server.name} could not score the probe: {error}, see {server.log}") from error
-        try:
-            await fleet.changes.until(lambda: server.serving or None, fleet.options.takeover_timeout_s)
-        except TimeoutError:
-            raise RunError(f"{server.name} did not come back in time, see {server.log}") from None
+        await back_in_service(fleet, server)

@@ -20,7 +20,7 @@ from ..rollout.routing import RoutingShape
 from ..rollout.server import Process, Server
 from ..rollout.sglang import SglangServer
 from ..transport.child import start_child, stop_child
-from .tasks import run_beside
+from .tasks import RunError, run_beside
 
 _HOST = "127.0.0.1"
 #: Seconds that a server gets to end after SIGTERM.
@@ -110,6 +110,14 @@ async def all_answer(fleet: Fleet) -> None:
             await asyncio.sleep(SAY_EVERY_S)
 
     await run_beside(fleet.answering(), say())
+
+
+async def back_in_service(fleet: Fleet, server: Server) -> None:
+    """Wait until ``server`` serves, at once where it does; RunError when it takes too long to be restarted."""
+    try:
+        await fleet.changes.until(lambda: server.serving or None, fleet.options.takeover_timeout_s)
+    except TimeoutError:
+        raise RunError(f"{server.name} did not come back in time, see {server.log}") from None
 
 
 def _router(config: RunConfig, vocab_size: int) -> Router | None:

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from ..config.load import load_resolved
 from ..config.run_directory import RunDirectory
+from ..config.text import printable
 from .store_reader import StoreReader
 from .store_schema import StoreError
 
@@ -66,10 +67,6 @@ def lines_of(spoken: Mapping[str, Any]) -> Iterator[str]:
         return
     for piece in spoken["text"]:
         reason = f" ({piece['finish_reason']})" if "finish_reason" in piece else ""
-        first, *rest = (_printable(line) for line in piece["text"].split("\n"))
+        first, *rest = (printable(line) for line in piece["text"].split("\n"))
         yield f"    {piece['of'] + reason + ':':<18}{first}"
         yield from (f"    {'':<18}{line}" for line in rest)
-
-
-def _printable(line: str) -> str:
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
