@@ -14,11 +14,13 @@ from vcpo_megatron.config.process import ProcessContext
 from vcpo_megatron.learner import platform
 from vcpo_megatron.transport.groups import WeightGroup, find_store, flat_size, unflatten
 from vcpo_megatron.transport.messages import (
+    BucketTaken,
     GroupOpened,
     OpenGroup,
     ReleaseWeights,
     SendWeights,
     SyncDone,
+    WeightsBucket,
     WeightsReady,
     WeightsSent,
 )
@@ -111,9 +113,16 @@ def _receive(control: Control, ready: WeightsReady, number: int) -> tuple[dict[s
         files = sorted(Path(ready.path).glob("*.safetensors"))
         assert (Path(ready.path) / "config.json").is_file()
         return {k: v for file in files for k, v in load_file(file).items()}, ready.checksums
-    if not ready.plan:
-        pairs = [pair for bucket in ready.buckets for pair in pickle.loads(base64.b64decode(bucket))]
-        return dict(pairs), ready.checksums
+    if ready.way == "tensor":
+        control.post_to_sender(SendWeights("t", ready.version))
+        pairs: list[Any] = []
+        for number, entries in enumerate(ready.plan):
+            bucket = control.next(WeightsBucket)
+            assert (bucket.name, bucket.number) == ("t", number)
+            pairs += pickle.loads(base64.b64decode(bucket.text, validate=True))
+            assert [name for name, _ in pairs[-len(entries) :]] == [name for name, _, _ in entries]
+            control.post_to_sender(BucketTaken("t", number))
+        return dict(pairs), control.next(WeightsSent).checksums
     if number == 1:
         control.post_to_sender(OpenGroup("g", 2))
         opened = control.next(GroupOpened)
@@ -126,5 +135,3 @@ def _receive(control: Control, ready: WeightsReady, number: int) -> tuple[dict[s
         control.group.broadcast(flat)  # type: ignore[attr-defined]
         found.update(unflatten(flat, entries))
     return found, control.next(WeightsSent).checksums
-
-

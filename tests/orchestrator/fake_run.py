@@ -44,11 +44,14 @@ from vcpo_megatron.transport.messages import (
     Loaded,
     Probe,
     ProbeResult,
+    SendWeights,
     StepDone,
     StepLeft,
     Stop,
     SyncDone,
+    WeightsBucket,
     WeightsReady,
+    WeightsSent,
 )
 from vcpo_megatron.types import Batch, PolicyVersion, StepResult, TrajectoryResult
 
@@ -295,7 +298,12 @@ def fake_fleet(cfg: RunConfig, changes: Changes, clients: Sequence[FakeClient], 
 
 
 def weights(version: PolicyVersion) -> WeightsReady:
-    return WeightsReady(version, (f"a{version}".encode(), f"b{version}".encode()))
+    return WeightsReady(version, "tensor", [[["a", "float32", [2]]], [["b", "float32", [3]]]])
+
+
+def bucket_texts(version: PolicyVersion) -> tuple[bytes, bytes]:
+    """What FakeClient takes as the two buckets of ``weights(version)``."""
+    return f"a{version}".encode(), f"b{version}".encode()
 
 
 class FakeLearner(threading.Thread):
@@ -321,7 +329,9 @@ class FakeLearner(threading.Thread):
         self.left: list[int] = []
         self.sends_weights = True
         self.ess_ratio = 1.0
-        self._synced = True
+        self._synced = threading.Event()
+        self._synced.set()
+        self._ended = False
 
     def run(self) -> None:
         client = ControlClient(self._context.control)
@@ -331,25 +341,37 @@ class FakeLearner(threading.Thread):
                 client.send(Error("learner rank 0", self.cannot_load))
                 return
             client.send(Loaded(self.version))
+            sender = threading.Thread(target=self._send_weights, args=(client,), daemon=True)
+            sender.start()
             self._weights(client)
             deadline = time.monotonic() + 60
             while self.stopped is None and not self.errors and time.monotonic() < deadline:
-                for message in (client.receive_for_sender(0.0), client.receive(0.02)):
-                    if message is not None:
-                        self._handle(client, message)
+                if (message := client.receive(0.02)) is not None:
+                    self._handle(client, message)
+            self._ended = True
+            sender.join()
         finally:
             client.close()
 
+    def _send_weights(self, client: ControlClient) -> None:
+        """What the learner's sender does beside its steps."""
+        while not self._ended:
+            match client.receive_for_sender(0.02):
+                case SyncDone():
+                    self._synced.set()
+                case SendWeights(name, version):
+                    for number, text in enumerate(bucket_texts(version)):
+                        client.send(WeightsBucket(name, number, text))
+                    client.send(WeightsSent(name, version, {}))
+
     def _weights(self, client: ControlClient) -> None:
-        assert self._synced, "SyncDone comes before the next WeightsReady"
-        self._synced = False
+        assert self._synced.is_set(), "SyncDone comes before the next WeightsReady"
+        self._synced.clear()
         if self.sends_weights:
             client.send(weights(self.version))
 
     def _handle(self, client: ControlClient, message: Any) -> None:
         match message:
-            case SyncDone():
-                self._synced = True
             case Probe():
                 client.send(ProbeResult((-message.tokens[1:] / 10).astype(np.float32)))
             case BatchReady():
@@ -368,10 +390,8 @@ class FakeLearner(threading.Thread):
             return
         if batch.step == self.silent_at:
             return
-        while not self._synced:  # the learner may not send newer weights before
-            if (message := client.receive_for_sender(5.0)) is None:
-                return
-            self._handle(client, message)
+        if not self._synced.wait(5.0):  # the learner may not send newer weights before
+            return
         client.send(Heartbeat("learner", f"step {batch.step}"))
         if self._leaves(client, batch.step):
             self.left.append(batch.step)

@@ -19,12 +19,14 @@ from vcpo_megatron.rollout.client import ServerError, ServerUnavailable
 from vcpo_megatron.rollout.fleet import Changes, Fleet
 from vcpo_megatron.rollout.server_info import ServerInfo
 from vcpo_megatron.transport.messages import (
-    CloseGroups,
+    BucketTaken,
     GroupOpened,
-    GroupsLost,
     OpenGroup,
     ReleaseWeights,
+    SendingFailed,
     SendWeights,
+    StopSending,
+    WeightsBucket,
     WeightsReady,
     WeightsSent,
 )
@@ -56,7 +58,7 @@ class Sender:
                     self.heard(GroupOpened(name, "127.0.0.1", 9, "gloo"))
             case SendWeights(name, version):
                 self.heard(WeightsSent(name, version, self.sums))
-            case CloseGroups():
+            case StopSending():
                 self.drop(ServerError(URL, "/update", 400, "connection closed by peer"))
             case ReleaseWeights(version):
                 self.told[-1] = f"release {version}"
@@ -162,9 +164,9 @@ def with_groups(
         for client in clients:
             client.sender = sender
         fleet = fake_fleet(config(rollout={"max_restarts": max_restarts}), Changes(), clients, Path("/nowhere"))
-        groups = GroupCourier(sender.tell, prefix="g", timeout_s=timeout_s)
-        sender.heard = groups.heard
-        updater = Updater(Couriers(groups), "retract", ChecksumBook() if verify else None)
+        couriers = Couriers(sender.tell, prefix="g", timeout_s=timeout_s)
+        sender.heard = couriers.heard
+        updater = Updater(couriers, "retract", ChecksumBook() if verify else None)
         sync = WeightSync(fleet, updater, wave=wave, timeout_s=timeout_s)
         fleet.launch()
         await run_beside(work(fleet, sync, clients, sender), fleet.supervise(), sync.run())
@@ -173,7 +175,7 @@ def with_groups(
 
 
 def planned(number: int) -> WeightsReady:
-    return WeightsReady(PolicyVersion(1, number), plan=PLAN)
+    return WeightsReady(PolicyVersion(1, number), "distributed", PLAN)
 
 
 def test_a_wave_joins_one_group_once_and_uses_it_again() -> None:
@@ -204,7 +206,7 @@ def test_a_server_that_refuses_a_bucket_leaves_nobody_hanging() -> None:
         clients[0].bucket_fault = refuse
         sync.offer(planned(0))
         await sync.all_loaded(0)
-        assert "CloseGroups" in sender.told
+        assert "StopSending" in sender.told
         joined = [event.split()[1] for client in clients for event in client.events if event.startswith("join")]
         assert len(joined) == len({(n, i) for i, n in enumerate(joined)}) and "g-1" in joined and "g-2" in joined
         assert clients[0].version == clients[1].version == "1.0"
@@ -333,7 +335,7 @@ def test_a_broadcast_that_fails_at_the_learner_is_tried_once_more() -> None:
         async def lose(number: int) -> None:
             if number == 1:
                 clients[0].bucket_fault = GroupClient.bucket_fault.__get__(clients[0])
-                sender.heard(GroupsLost("connection reset"))
+                sender.heard(SendingFailed("connection reset"))
                 await asyncio.sleep(60)
 
         original = sender.tell
@@ -414,10 +416,161 @@ def test_the_ranks_of_joined_servers_follow_one_another_in_the_group() -> None:
     with_groups(work, servers=3)
 
 
+class Texts:
+    """The learner's sender of text: two buckets ahead of what is taken, as the real one."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.heard: Callable[[Any], None] = lambda message: None
+        self.most = 0
+        self._name, self._version, self._sent, self._taken = "", PolicyVersion(1, 0), 0, 0
+
+    async def tell(self, message: Any) -> None:
+        match message:
+            case SendWeights(name, version):
+                self.told.append(f"send {version}")
+                self._name, self._version, self._sent, self._taken = name, version, 0, 0
+            case BucketTaken(name, number):
+                assert (name, number) == (self._name, self._taken)
+                self._taken += 1
+            case StopSending():
+                self.told.append("stop")
+                self._name = ""
+            case ReleaseWeights(version):
+                self.told.append(f"release {version}")
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._name and self._sent < min(len(PLAN), self._taken + 2):
+            self._sent += 1
+            self.most = max(self.most, self._sent - self._taken)
+            self.heard(WeightsBucket(self._name, self._sent - 1, f"{'abc'[self._sent - 1]} {self._version}".encode()))
+        if self._name and self._taken == len(PLAN):
+            self.heard(WeightsSent(self._name, self._version, {"a": "1"}))
+            self._name = ""
+
+
+class TextClient(GroupClient):
+    """A server that takes text. ``bucket_fault(number)`` as in GroupClient."""
+
+    async def update_weights_from_tensor(self, bucket: bytes, version: str, flush_cache: bool = False) -> None:
+        self._alive()
+        assert not flush_cache and self.paused
+        if self.session is None:
+            raise ServerError(URL, "/update", 400, "no session")
+        await self.bucket_fault(len(self.received))
+        self._alive()
+        name, of = bucket.decode().split()
+        assert of == version
+        self.received.append(name)
+        self.session.append(version)
+
+
+def with_texts(
+    work: Callable[[Fleet, WeightSync, list[Any], Texts], Coroutine[Any, Any, None]],
+    *, wave: int = 2, timeout_s: float = 2.0, max_restarts: int = 0, verify: bool = False,
+) -> None:  # fmt: skip
+    async def main() -> None:
+        sender, clients = Texts(), [TextClient(i) for i in range(2)]
+        fleet = fake_fleet(config(rollout={"max_restarts": max_restarts}), Changes(), clients, Path("/nowhere"))
+        couriers = Couriers(lambda message: sender.tell(message), prefix="t", timeout_s=timeout_s)
+        sender.heard = couriers.heard
+        updater = Updater(couriers, "retract", ChecksumBook() if verify else None)
+        sync = WeightSync(fleet, updater, wave=wave, timeout_s=timeout_s)
+        fleet.launch()
+        await run_beside(work(fleet, sync, clients, sender), fleet.supervise(), sync.run())
+
+    asyncio.run(asyncio.wait_for(main(), 15))
+
+
+def text(number: int) -> WeightsReady:
+    return WeightsReady(PolicyVersion(1, number), "tensor", PLAN)
+
+
+def test_a_wave_shares_the_buckets_of_text_and_no_third_one_is_made() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Texts) -> None:
+        for number in range(3):
+            sync.offer(text(number))
+            await sync.all_loaded(number)
+        await fleet.changes.until(lambda: ("release 1.1" in sender.told) or None, 5)
+        assert [told for told in sender.told if "send" in told] == ["send 1.0", "send 1.1", "send 1.2"]
+        assert "stop" not in sender.told and "release 1.2" not in sender.told
+        assert sender.most == 2
+        for client in clients:
+            assert [e for e in client.events if "loaded" in e] == ["loaded 1.0", "loaded 1.1", "loaded 1.2"]
+            assert not client.paused
+        assert sync.take_metrics()["sync/verified"] == 6
+
+    with_texts(work, verify=True)
+
+
+def test_a_refused_bucket_of_text_stops_the_sender_and_each_is_tried_alone() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Texts) -> None:
+        async def refuse(number: int) -> None:
+            if number == 1:
+                clients[0].bucket_fault = GroupClient.bucket_fault.__get__(clients[0])
+                raise ServerError(URL, "/update", 400, "shape mismatch")
+
+        clients[0].bucket_fault = refuse
+        sync.offer(text(0))
+        await sync.all_loaded(0)
+        assert sender.told == ["send 1.0", "stop", "send 1.0", "send 1.0"]
+
+    with_texts(work)
+
+
+def test_a_bucket_of_text_refused_again_ends_the_run_naming_the_server() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Texts) -> None:
+        async def refuse(number: int) -> None:
+            raise ServerError(URL, "/update", 400, "shape mismatch")
+
+        clients[1].bucket_fault = refuse
+        sync.offer(text(0))
+        await asyncio.sleep(10)
+
+    with pytest.raises(SyncError, match=r"rollout server 1 refused weights 1\.0 twice: .*shape mismatch"):
+        with_texts(work)
+
+
+def test_a_server_that_dies_in_a_bucket_of_text_comes_back_current() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Texts) -> None:
+        sync.offer(text(0))
+        await sync.all_loaded(0)
+
+        async def die(number: int) -> None:
+            if number == 2:
+                clients[0].process.code = -9
+                clients[0].bucket_fault = GroupClient.bucket_fault.__get__(clients[0])
+
+        clients[0].bucket_fault = die
+        sync.offer(text(1))
+        await sync.all_loaded(1)
+        assert clients[0].events.count("start") == 2 and clients[1].events.count("start") == 1
+
+    with_texts(work, max_restarts=1)
+
+
+def test_a_sender_of_text_that_fails_or_is_silent_ends_the_update_in_time() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Texts) -> None:
+        async def told(message: Any) -> None:
+            sender.told.append(type(message).__name__)
+            if isinstance(message, SendWeights) and sender.told.count("SendWeights") == 1:
+                sender.heard(SendingFailed("took no bucket"))
+            elif isinstance(message, SendWeights) and sender.told.count("SendWeights") > 2:
+                await Texts.tell(sender, message)
+
+        sender.tell = told  # type: ignore[method-assign]
+        sync.offer(text(0))
+        await asyncio.sleep(10)
+
+    with pytest.raises(SyncError, match=r"within 0\.3 s \(rollout.sync_timeout_s\) in step: send"):
+        with_texts(work, timeout_s=0.3)
+
+
 def test_buckets_over_http_are_not_sent_to_a_server_of_several_ranks() -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
         clients[1].info = ServerInfo(ranks=2)
-        sync.offer(WeightsReady(PolicyVersion(1, 0), (b"QQ==",)))
+        sync.offer(WeightsReady(PolicyVersion(1, 0), "tensor", PLAN))
         await asyncio.sleep(10)
 
     with pytest.raises(RunError, match='server 1 at http://fake has 2 .* set it to "distributed" or "disk"'):
@@ -429,7 +582,7 @@ def test_the_disk_path_gives_its_folders_back(tmp_path: Path) -> None:
         for number in range(3):
             folder = tmp_path / f"1.{number}"
             folder.mkdir()
-            sync.offer(WeightsReady(PolicyVersion(1, number), path=str(folder)))
+            sync.offer(WeightsReady(PolicyVersion(1, number), "disk", path=str(folder)))
             await sync.all_loaded(number)
         await fleet.changes.until(lambda: [f.name for f in tmp_path.iterdir()] == ["1.2"] or None, 5)
         assert clients[0].session is None and sender.told == []

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.orchestrator.fake_run import FakeClient, FakeRun, config, fake_fleet, weights
-from vcpo_megatron.orchestrator.couriers import TensorCourier
+from tests.orchestrator.fake_run import FakeClient, FakeRun, bucket_texts, config, fake_fleet, weights
 from vcpo_megatron.orchestrator.tasks import run_beside
 from vcpo_megatron.orchestrator.weight_sync import SyncError, WeightSync
-from vcpo_megatron.orchestrator.weight_update import Updater
+from vcpo_megatron.orchestrator.weight_update import Updater, Wave, blaming
 from vcpo_megatron.rollout.fleet import Changes, Fleet
+from vcpo_megatron.rollout.server import Server
+from vcpo_megatron.transport.messages import WeightsReady
 from vcpo_megatron.types import PolicyVersion
 
 pytestmark = pytest.mark.timeout(30)
@@ -44,6 +45,27 @@ class RecordingClient(FakeClient):
         await super().end_weight_update()
 
 
+class Direct:
+    """A courier that has the two buckets of ``weights`` at hand, for one server at a time."""
+
+    session, together = True, False
+
+    async def prepare(self, servers: Sequence[Server]) -> None:
+        pass
+
+    async def send(self, wave: Wave) -> dict[str, str]:
+        (server,) = wave.servers
+        for text in bucket_texts(wave.weights.version):
+            await blaming(server, server.client.update_weights_from_tensor(text, str(wave.weights.version)))
+        return {}
+
+    async def failed(self, reason: str) -> None:
+        pass
+
+    async def release(self, weights: WeightsReady) -> None:
+        pass
+
+
 def version(number: int) -> PolicyVersion:
     return PolicyVersion(1, number)
 
@@ -66,7 +88,7 @@ def with_sync(
         clients = [client(i) for i in range(servers)]
         fleet = fake_fleet(cfg, Changes(), clients, Path("/nowhere"))
         sync = WeightSync(
-            fleet, Updater(lambda weights: TensorCourier(), "retract"), wave=wave, timeout_s=timeout_s,
+            fleet, Updater(lambda weights: Direct(), "retract"), wave=wave, timeout_s=timeout_s,
             evaluators=fleet.servers[:evaluators],
             is_pinned=lambda number: number in pinned,
         )  # fmt: skip

@@ -110,10 +110,10 @@ def test_session_stages_and_hands_over_once() -> None:
     target = torch.zeros(2)
     session = UpdateSession(Parameters({"a": target}))
     session.begin()
-    session.stage([[("a", torch.ones(2))]], "1")
+    session.stage([("a", torch.ones(2))], "1")
     assert session.begin() == 1
-    session.stage([[("a", torch.full((2,), 2.0))]], None)
-    tensors, version = session.end()
+    session.stage([("a", torch.full((2,), 2.0))], None)
+    tensors, version, _ = session.end()
     assert [name for name, _ in tensors] == ["a"] and version is None and not session.open
     assert target.tolist() == [0, 0]
     with pytest.raises(RequestError, match="begin_weight_update"):

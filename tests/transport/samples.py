@@ -10,12 +10,11 @@ import numpy as np
 
 from vcpo_megatron.transport.messages import (
     BatchReady,
+    BucketTaken,
     Checkpoint,
     CheckpointDone,
-    CloseGroups,
     Error,
     GroupOpened,
-    GroupsLost,
     Heartbeat,
     Hello,
     LeaveStep,
@@ -24,11 +23,14 @@ from vcpo_megatron.transport.messages import (
     Probe,
     ProbeResult,
     ReleaseWeights,
+    SendingFailed,
     SendWeights,
     StepDone,
     StepLeft,
     Stop,
+    StopSending,
     SyncDone,
+    WeightsBucket,
     WeightsReady,
     WeightsSent,
 )
@@ -94,8 +96,8 @@ ROUTED = Batch(
 MESSAGES: list[Any] = [
     Hello(TOKEN, PolicyVersion(2, 40), 4),
     Loaded(PolicyVersion(2, 40)),
-    WeightsReady(PolicyVersion(1, 3), (b"first\x00bucket", b"", b"\xff" * 1000)),
-    WeightsReady(PolicyVersion(1, 0), ()),
+    WeightsReady(PolicyVersion(1, 3), "tensor", [[["a", "float32", [2, 3]]], [["b", "bfloat16", []]]]),
+    WeightsReady(PolicyVersion(1, 0), "disk", path="/run/weights/1.0", checksums={"a": "00ff"}),
     SyncDone(PolicyVersion(10, 123456)),
     Probe(np.array([1, 2, 3, 2147483647], np.int32)),
     Probe(np.zeros(0, np.int32)),
@@ -122,12 +124,14 @@ MESSAGES: list[Any] = [
     OpenGroup("vcpo-1", 3),
     GroupOpened("vcpo-1", "10.0.0.1", 4711, "gloo"),
     SendWeights("vcpo-1", PolicyVersion(2, 7)),
+    WeightsBucket("vcpo-1", 2, b"first\x00bucket" + b"\xff" * 100_000),
+    WeightsBucket("vcpo-1", 3, b""),
+    BucketTaken("vcpo-1", 2),
     WeightsSent("vcpo-1", PolicyVersion(2, 7), {"a.weight": "00ff"}),
-    CloseGroups("server 1 refused"),
-    GroupsLost("connection reset"),
+    StopSending("server 1 refused"),
+    SendingFailed("connection reset"),
     ReleaseWeights(PolicyVersion(2, 6)),
 ]
-
 
 
 def same(a: Any, b: Any) -> bool:

@@ -28,11 +28,12 @@ from ..config.models import RunConfig
 from ..config.process import ProcessContext
 from ..conversion.families import open_model
 from ..conversion.writer import FILE_BYTES, FolderWriter
-from ..orchestrator.couriers import Couriers, GroupCourier
+from ..orchestrator.couriers import Couriers
 from ..orchestrator.weight_update import Updater, Wave
 from ..rollout.client import ServerClient
 from ..rollout.protocol import SamplingParams
 from ..rollout.server import Server
+from ..transport.groups import flat_size
 from ..transport.messages import Message, SyncDone, WeightsReady
 from ..types import PolicyVersion
 from .bare import PATIENCE_S, BareBroadcast, Peak, bare_disk
@@ -155,9 +156,7 @@ class Learner:
         gatherer = WeightGatherer(trainable, parallel)
         self.sender = WeightSender(config, context, parallel, trainable, gatherer, self.control)  # type: ignore[arg-type]
         self._gatherer, self.shards = gatherer, gatherer.shards()
-        self.sizes = [
-            sum(torch.Size(size).numel() * 4 for _, _, size in bucket) for bucket in self.sender._groups.plan
-        ]
+        self.sizes = [flat_size(bucket) for bucket in self.sender.plan]
         self.bytes = sum(tensor.nbytes for tensor in self.shards.values())
         self._copies = {name: tensor.clone() for name, tensor in self.shards.items()}
         self.version = 0
@@ -204,8 +203,7 @@ class Orchestrator:
             Server(i, ServerClient(url, vocab_size, PATIENCE_S), Path("server.log"), starts=1)
             for i, url in enumerate(urls)
         ]
-        self.groups = GroupCourier(self._tell, prefix=f"bench-{os.getpid()}-{next(_RUNS)}", timeout_s=PATIENCE_S)
-        self._couriers = Couriers(self.groups)
+        self._couriers = Couriers(self._tell, prefix=f"bench-{os.getpid()}-{next(_RUNS)}", timeout_s=PATIENCE_S)
         self.mode = mode
         self._last: WeightsReady | None = None
 
@@ -234,7 +232,7 @@ class Orchestrator:
     async def _answers(self) -> None:
         while True:
             try:
-                self.groups.heard(self._learner.control.said.get_nowait())
+                self._couriers.heard(self._learner.control.said.get_nowait())
             except queue.Empty:
                 await asyncio.sleep(0.001)
 

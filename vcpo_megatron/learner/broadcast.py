@@ -7,7 +7,7 @@ connections close. The next ``open`` starts another one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,16 @@ from ..transport.broadcaster import Broadcaster
 from ..transport.groups import flat_size
 from ..transport.messages import GroupOpened
 
+#: Name and value of every tensor, in the order of the plan.
 Stream = Iterator[tuple[str, torch.Tensor]]
+
+
+def next_bucket(stream: Stream, entries: Sequence[Sequence[Any]]) -> Stream:
+    """The tensors of one bucket of the plan, which come next in ``stream``."""
+    for expected, _, _ in entries:
+        name, tensor = next(stream)
+        assert name == expected, (name, expected)
+        yield name, tensor
 
 
 class GroupSender:
@@ -41,19 +50,16 @@ class GroupSender:
         port = self._broadcaster.open(name, world_size, self._poll)
         return GroupOpened(name, os.environ.get("MASTER_ADDR", "127.0.0.1"), port, self._backend)
 
-    def send(self, name: str, stream: Stream, note: Callable[[str, torch.Tensor], None]) -> None:
-        """Every bucket of ``stream`` to group ``name``; ``note`` sees each tensor. Returns when all have left."""
+    def send(self, name: str, stream: Stream) -> None:
+        """Every bucket of ``stream`` to group ``name``. Returns when all have left."""
         if self._broadcaster is None:  # closed since this was asked for
             return
         for number, entries in enumerate(self.plan):
             slot, at = self._broadcaster.slot(number, self._poll), 0
-            for expected, _, _ in entries:
-                hf, tensor = next(stream)
-                assert hf == expected, (hf, expected)
+            for _, tensor in next_bucket(stream, entries):
                 flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
                 slot[at : at + flat.numel()].copy_(flat)
                 at += flat.numel()
-                note(hf, tensor)
             self._broadcaster.broadcast(name, number, at)
         self._broadcaster.finish(self._poll)
 

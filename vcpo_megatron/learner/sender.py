@@ -6,8 +6,9 @@
 ``publish``   consumes: a version's parameters    produces: a snapshot
               waits for: room for one more        unblocked by: the orchestrator taking over, or releasing, an older one
 ``_lead``     consumes: published versions, the orchestrator's messages for the sender
-              produces: WeightsReady, GroupOpened, WeightsSent, GroupsLost
+              produces: WeightsReady, GroupOpened, WeightsSent, SendingFailed
               waits for: either                   unblocked by: either; every second it says so to the other ranks
+              produces, with "tensor": WeightsBucket; waits for BucketTaken, ``rollout.sync_timeout_s`` at most
 ``_follow``   consumes: rank 0's jobs             produces: this rank's shards, parameter by parameter
               waits for: the next job             unblocked by: rank 0, at least every second
 
@@ -21,6 +22,7 @@ import datetime
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,32 +33,33 @@ from ..conversion.checksums import Checksums
 from ..transport.broadcaster import BroadcastError
 from ..transport.control import ControlClient
 from ..transport.messages import (
-    CloseGroups,
-    GroupsLost,
+    BucketTaken,
     Heartbeat,
     Message,
     OpenGroup,
     ReleaseWeights,
+    SendingFailed,
     SendWeights,
+    StopSending,
     SyncDone,
     WeightsReady,
     WeightsSent,
 )
-from ..transport.weights import buckets, plan_buckets, serialize_bucket
+from ..transport.weights import plan_buckets
 from ..types import PolicyVersion
 from . import platform
 from .broadcast import GroupSender
 from .folders import WeightFolders
 from .parallel import Parallel
+from .sent_text import NotTaken, TextSender
 from .snapshots import Snapshots
 from .training import Trainable
 from .weights import WeightGatherer
 
 #: Seconds between two words of rank 0 to the other ranks' threads.
 _IDLE_S = 1.0
-#: Versions held. With a broadcast: the one on its way, a pinned one, the newest, and the one being copied. Else the
-#: one on its way and the newest.
-_HELD = {"distributed": 4, "disk": 2, "tensor": 2}
+#: Versions held: the one on its way, a pinned one, the newest, and the one being copied. What is on the disk is not.
+_HELD = {"distributed": 4, "disk": 2, "tensor": 4}
 _Job = tuple[str, PolicyVersion | None]
 _IDLE: _Job = ("idle", None)
 _STOP: _Job = ("stop", None)
@@ -67,11 +70,12 @@ class SenderError(RuntimeError):
 
 
 class _GivenUp(Exception):
-    """The orchestrator closed the groups while something was on its way."""
+    """The orchestrator gave up what was on its way."""
 
 
 class WeightSender:
-    """Made, and ``publish`` called, alike on all ranks. ``control`` is rank 0's."""
+    """Made, and ``publish`` called, alike on all ranks. ``control`` is rank 0's. ``plan``: how the weights are cut into
+    buckets, as in WeightsReady."""
 
     def __init__(
         self, config: RunConfig, context: ProcessContext, parallel: Parallel, trainable: Trainable,
@@ -87,10 +91,11 @@ class WeightSender:
         self._group = dist.new_group(backend="gloo", timeout=patience) if parallel.world_size > 1 else None
         self._outline = gatherer.outline()
         self._folders = WeightFolders(context.directory.weights, config.model.path)
+        self.plan: list[Any] = plan_buckets(self._outline, rollout.bucket_bytes)
         self._groups = GroupSender(
-            plan_buckets(self._outline, rollout.bucket_bytes), platform.backend(), rollout.sync_timeout_s,
-            context.directory.log("broadcaster", 0), self._poll,
-        )  # fmt: skip
+            self.plan, platform.backend(), rollout.sync_timeout_s, context.directory.log("broadcaster", 0), self._poll
+        )
+        self._texts = TextSender(self.plan, rollout.sync_timeout_s, self._tell, self._poll)
         self._published: deque[PolicyVersion] = deque()
         self._later: deque[Message] = deque()
         self._stopping = False
@@ -177,70 +182,66 @@ class WeightSender:
             return self._later.popleft()
         return self._control.receive_for_sender(_IDLE_S)
 
-    def _poll(self) -> None:
-        """While a broadcast is on its way: _GivenUp when the orchestrator closes the groups, or the run ends."""
+    def _tell(self, message: Message) -> None:
         assert self._control is not None
-        while (message := self._control.receive_for_sender(0.0)) is not None:
-            if isinstance(message, CloseGroups):
-                raise _GivenUp(message.reason)
-            self._later.append(message)
+        self._control.send(message)
+
+    def _poll(self, wait_s: float = 0.0) -> None:
+        """While something is on its way: _GivenUp when the orchestrator does not want it any more, or the run ends."""
+        assert self._control is not None
+        while (message := self._control.receive_for_sender(wait_s)) is not None:
+            match message:
+                case StopSending(reason):
+                    raise _GivenUp(reason)
+                case BucketTaken(name, number):
+                    self._texts.taken(name, number)
+                case _:
+                    self._later.append(message)
+            wait_s = 0.0
         if self._stopping:
             raise _GivenUp("the learner ends")
 
     def _announce(self, version: PolicyVersion) -> None:
         """Tell the orchestrator that ``version`` can be had, and make it so."""
-        assert self._control is not None
-        if self._way == "distributed":
-            self._control.send(WeightsReady(version, plan=self._groups.plan))
+        if self._way != "disk":
+            self._tell(WeightsReady(version, self._way, self.plan))
             return
         self._share(("stream", version))
         checksums = self._checksums()
-        stream = _noted(self._stream(version), checksums)
-        if self._way == "tensor":
-            pieces = tuple(serialize_bucket(bucket) for bucket in buckets(stream, self._config.rollout.bucket_bytes))
-            self._control.send(WeightsReady(version, pieces, checksums=_result(checksums)))
-        else:
-            path = self._folders.write(version, stream, self._outline)
-            self._control.send(WeightsReady(version, path=str(path), checksums=_result(checksums)))
+        path = self._folders.write(version, _noted(self._stream(version), checksums), self._outline)
+        self._tell(WeightsReady(version, self._way, path=str(path), checksums=_result(checksums)))
 
     def _serve(self, message: Message) -> None:
-        assert self._control is not None
         match message:
-            case SyncDone(version) if self._way != "distributed":
+            case SyncDone(version) if self._way == "disk":
                 self._release(version)
             case ReleaseWeights(version):
                 self._release(version)
-            case CloseGroups():
+            case StopSending():
                 self._groups.kill()
             case OpenGroup(name, world_size):
-                self._guarded_groups(lambda: self._control.send(self._groups.open(name, world_size)))  # type: ignore[union-attr]
+                self._guarded_sending(lambda: self._tell(self._groups.open(name, world_size)))
             case SendWeights(name, version):
                 self._send(name, version)
 
     def _send(self, name: str, version: PolicyVersion) -> None:
-        assert self._control is not None
         self._share(("stream", version))
         checksums = self._checksums()
         stream = self._stream(version)
-
-        def note(hf: str, tensor: torch.Tensor) -> None:
-            if checksums is not None:
-                checksums.add(hf, tensor)
-
-        sent = self._guarded_groups(lambda: self._groups.send(name, stream, note))
+        way = self._groups if self._way == "distributed" else self._texts
+        sent = self._guarded_sending(lambda: way.send(name, _noted(stream, checksums)))
         for _ in stream:  # what is left after a failure: the other ranks send it in any case
             pass
         if sent:
-            self._control.send(WeightsSent(name, version, _result(checksums)))
+            self._tell(WeightsSent(name, version, _result(checksums)))
 
-    def _guarded_groups(self, work: Callable[[], None]) -> bool:
+    def _guarded_sending(self, work: Callable[[], None]) -> bool:
         """Whether ``work`` came to its end; the groups are gone otherwise, and the orchestrator knows."""
-        assert self._control is not None
         try:
             work()
-        except BroadcastError as error:
+        except (BroadcastError, NotTaken) as error:
             self._groups.kill()
-            self._control.send(GroupsLost(str(error)))
+            self._tell(SendingFailed(str(error)))
             return False
         except _GivenUp:
             self._groups.kill()

@@ -1,6 +1,7 @@
 """The three ways of weights to the servers, ``rollout.sync``: each a ``Courier``.
 
-tensor       the learner serialized the buckets; they are forwarded over HTTP to each server by itself
+tensor       the learner serializes one bucket after the other; each is forwarded over HTTP to all servers of a wave,
+             and makes room for another one when all have it
 disk         the learner wrote a folder; each server reads it
 distributed  servers join a group of the learner's broadcaster once, and it broadcasts every bucket to all of a wave.
              Only the orchestrator speaks to the servers: it says which bucket comes next while the learner sends.
@@ -18,13 +19,15 @@ from typing import Any
 
 from ..rollout.server import Server
 from ..transport.messages import (
-    CloseGroups,
+    BucketTaken,
     GroupOpened,
-    GroupsLost,
     Message,
     OpenGroup,
     ReleaseWeights,
+    SendingFailed,
     SendWeights,
+    StopSending,
+    WeightsBucket,
     WeightsReady,
     WeightsSent,
 )
@@ -39,11 +42,27 @@ Tell = Callable[[Message], Coroutine[Any, Any, None]]
 
 
 class SenderLost(RuntimeError):
-    """The learner's broadcast failed, or cannot begin; the message says why."""
+    """The learner cannot send; the message says why."""
 
 
 class TensorCourier:
-    session, together = True, False
+    """``tell`` sends to the learner, whose answers come to ``heard``; ``prefix`` makes names of requests unique."""
+
+    session, together = True, True
+
+    def __init__(self, tell: Tell, *, prefix: str) -> None:
+        self._tell, self._prefix = tell, prefix
+        self._numbers = itertools.count(1)
+        self._name = ""
+        self._inbox: asyncio.Queue[WeightsBucket | WeightsSent | SendingFailed] = asyncio.Queue()
+
+    def heard(self, message: Message) -> None:
+        """An answer of the learner's sender; one to a request that was given up is dropped."""
+        match message:
+            case WeightsBucket(name) | WeightsSent(name) if name == self._name:
+                self._inbox.put_nowait(message)
+            case SendingFailed() if self._name:
+                self._inbox.put_nowait(message)
 
     async def prepare(self, servers: Sequence[Server]) -> None:
         """RunError for a joined server of several ranks, which only it knows of."""
@@ -55,20 +74,34 @@ class TensorCourier:
                 )
 
     async def send(self, wave: Wave) -> dict[str, str]:
-        await run_all(*(blaming(server, self._buckets(wave, server)) for server in wave.servers))
-        return {}
-
-    async def _buckets(self, wave: Wave, server: Server) -> None:
-        weights = wave.weights
-        for number, bucket in enumerate(weights.buckets, 1):
-            wave.at = f"bucket {number} of {len(weights.buckets)}"
-            await server.client.update_weights_from_tensor(bucket, str(weights.version), flush_cache=False)
+        weights, name = wave.weights, f"{self._prefix}-{next(self._numbers)}"
+        self._name, self._inbox = name, asyncio.Queue()
+        try:
+            await self._tell(SendWeights(name, weights.version))
+            while True:
+                match await self._inbox.get():
+                    case WeightsBucket(_, number, text):
+                        wave.at = f"bucket {number + 1} of {len(weights.plan)}"
+                        await run_all(*(blaming(server, _load(server, text, wave)) for server in wave.servers))
+                        await self._tell(BucketTaken(name, number))
+                        del text  # else two would be held while the next one comes
+                    case WeightsSent(_, _, checksums):
+                        return checksums
+                    case SendingFailed(reason):
+                        raise WaveFailed(None, SenderLost(reason))
+        finally:
+            self._name, self._inbox = "", asyncio.Queue()
 
     async def failed(self, reason: str) -> None:
-        pass
+        """The learner may wait for room for another bucket."""
+        await self._tell(StopSending(reason))
 
     async def release(self, weights: WeightsReady) -> None:
-        pass
+        await self._tell(ReleaseWeights(weights.version))
+
+
+async def _load(server: Server, text: bytes, wave: Wave) -> None:
+    await server.client.update_weights_from_tensor(text, str(wave.weights.version), flush_cache=False)
 
 
 class DiskCourier:
@@ -119,7 +152,7 @@ class GroupCourier:
             case WeightsSent() if self._sent is not None and not self._sent.done():
                 if message.name in self._members:
                     self._sent.set_result(message)
-            case GroupsLost():
+            case SendingFailed():
                 for future in (self._opened, self._sent):
                     if future is not None and not future.done():
                         future.set_exception(SenderLost(message.reason))
@@ -171,9 +204,7 @@ class GroupCourier:
         weights = wave.weights
         for number, entries in enumerate(weights.plan, 1):
             wave.at = f"bucket {number} of {len(weights.plan)}"
-            await server.client.update_weights_from_distributed(
-                entries, name, str(weights.version), flush_cache=False
-            )
+            await server.client.update_weights_from_distributed(entries, name, str(weights.version), flush_cache=False)
 
     @staticmethod
     async def _answer(future: asyncio.Future[Any]) -> Any:
@@ -185,7 +216,7 @@ class GroupCourier:
     async def failed(self, reason: str) -> None:
         """Close every group: the learner kills its broadcaster, so servers that wait in a broadcast see it go."""
         members, self._members, self._groups = self._members, {}, {}
-        await self._tell(CloseGroups(reason))
+        await self._tell(StopSending(reason))
 
         async def leave(server: Server, name: str) -> None:
             try:
@@ -207,10 +238,17 @@ def _key(servers: Sequence[Server]) -> tuple[tuple[int, int], ...]:
 
 class Couriers:
     """The courier for what the learner offers: it alone knows whether it has GPUs, which ``rollout.sync`` = "auto"
-    depends on."""
+    depends on. Arguments as in GroupCourier."""
 
-    def __init__(self, group: GroupCourier) -> None:
-        self._ways: dict[str, Courier] = {"tensor": TensorCourier(), "disk": DiskCourier(), "distributed": group}
+    def __init__(self, tell: Tell, *, prefix: str, timeout_s: float) -> None:
+        self._texts = TensorCourier(tell, prefix=prefix)
+        self._groups = GroupCourier(tell, prefix=prefix, timeout_s=timeout_s)
+        self._ways: dict[str, Courier] = {"tensor": self._texts, "disk": DiskCourier(), "distributed": self._groups}
+
+    def heard(self, message: Message) -> None:
+        """What the learner's sender says, to whom it concerns."""
+        self._texts.heard(message)
+        self._groups.heard(message)
 
     def __call__(self, weights: WeightsReady) -> Courier:
-        return self._ways["disk" if weights.path else "distributed" if weights.plan else "tensor"]
+        return self._ways[weights.way]

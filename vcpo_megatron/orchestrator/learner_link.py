@@ -28,7 +28,6 @@ from ..transport.messages import (
     ControlError,
     Error,
     GroupOpened,
-    GroupsLost,
     Heartbeat,
     Hello,
     LeaveStep,
@@ -36,10 +35,12 @@ from ..transport.messages import (
     Message,
     Probe,
     ProbeResult,
+    SendingFailed,
     StepDone,
     StepLeft,
     Stop,
     SyncDone,
+    WeightsBucket,
     WeightsReady,
     WeightsSent,
 )
@@ -102,7 +103,7 @@ class LearnerLink:
                     self._owes_weights, self._weights = False, message.version
                     self._on_weights(message)
                     await self._socket.send(SyncDone(message.version))
-                case GroupOpened() | WeightsSent() | GroupsLost():
+                case GroupOpened() | WeightsBucket() | WeightsSent() | SendingFailed():
                     self._on_sender(message)
                 case Hello():
                     if self._connected:

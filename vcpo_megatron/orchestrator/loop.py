@@ -40,7 +40,7 @@ from ..transport.messages import ControlError, WeightsReady
 from ..types import Batch, PolicyVersion
 from .batcher import Batcher
 from .checksums import ChecksumBook
-from .couriers import Couriers, GroupCourier
+from .couriers import Couriers
 from .evaluation import Evaluation, evaluating_servers
 from .exact import ExactRun, ExactSampler
 from .failures import FailureWindow, PromptFailures
@@ -101,9 +101,9 @@ class Controller:
         )
         self._link = LearnerLink(
             parts.socket, config.launch.timeout_s, on_weights=self._on_weights,
-            on_sender=lambda message: self._groups.heard(message), needs_weights=parts.fleet is not None,
+            on_sender=lambda message: self._couriers.heard(message), needs_weights=parts.fleet is not None,
         )  # fmt: skip
-        self._groups = GroupCourier(
+        self._couriers = Couriers(
             self._link.tell, prefix=f"vcpo-{context.token[:8]}-{context.attempt}",
             timeout_s=config.rollout.sync_timeout_s,
         )  # fmt: skip
@@ -340,7 +340,7 @@ class Controller:
         book = ChecksumBook() if rollout.verify_sync else None
         wave = rollout.sync_wave if self._config.staleness.lag == "bounded" else len(fleet.servers)
         return WeightSync(
-            fleet, Updater(Couriers(self._groups), rollout.pause_mode, book), wave=wave,
+            fleet, Updater(self._couriers, rollout.pause_mode, book), wave=wave,
             timeout_s=rollout.sync_timeout_s, evaluators=evaluating_servers(fleet.servers), is_pinned=is_pinned,
         )  # fmt: skip
 

@@ -96,10 +96,10 @@ class ControlClient:
         while True:
             ready = dict(poller.poll(max(0, int(1000 * (last + self._heartbeat_s - time.monotonic())))))
             if outgoing in ready:
-                frames = outgoing.recv_multipart()
-                if frames == [b""]:
+                frames = outgoing.recv_multipart(copy=False)  # a bucket of weights is large
+                if not frames[0].bytes:
                     break
-                wire.send_multipart(frames)
+                wire.send_multipart(frames, copy=False)
             if wire in ready:
                 self._sort(wire.recv_multipart())
             if time.monotonic() >= last + self._heartbeat_s:
@@ -120,7 +120,7 @@ class ControlClient:
     def send(self, message: Message) -> None:
         frames = encode(message)
         with self._sending:
-            self._outbox.send_multipart(frames)
+            self._outbox.send_multipart(frames, copy=False)
 
     def receive(self, timeout_s: float) -> Message | None:
         """Next message for the main thread, or None when none came in ``timeout_s`` seconds.

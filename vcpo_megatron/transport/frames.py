@@ -113,8 +113,8 @@ def _pack_value(value: Any, buffers: _Buffers) -> Any:
         case StepResult():
             rows = [list(asdict(row).values()) for row in value.trajectories]
             return [value.step, str(value.version), value.skipped, dict(value.metrics), rows]
-        case tuple():  # of bytes
-            return [buffers.put(item) for item in value]
+        case bytes():
+            return buffers.put(value)
         case _:
             return value
 
@@ -131,8 +131,8 @@ def _unpack_value(kind: str, value: Any, frames: list[Any]) -> Any:
             step, version, skipped, metrics, rows = value
             results = tuple(TrajectoryResult(*row) for row in rows)
             return StepResult(step, PolicyVersion.parse(version), skipped, metrics, results)
-        case "tuple[bytes, ...]":
-            return tuple(bytes(frames[index]) for index in value)
+        case "bytes":
+            return bytes(frames[value])
         case _:
             return value
 

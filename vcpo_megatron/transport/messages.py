@@ -3,11 +3,12 @@
     orchestrator (ROUTER, asyncio)                    learner rank 0 (DEALER, blocking)
         <-- Hello        once, with the run's token
         <-- Loaded       once, when its parameters are those of that version
-        <-- WeightsReady after the start and after every step, followed by its buckets
-        --> SyncDone     the weights were taken over; the next ones may come
+        <-- WeightsReady after the start and after every step
+        --> SyncDone     it was heard; what lies on the disk need not be kept in memory any more
         --> OpenGroup    <-- GroupOpened    rollout.sync = "distributed": servers and sender meet at an address
-        --> SendWeights  <-- WeightsSent    all buckets of a version, broadcast in the order of its plan
-        --> CloseGroups, ReleaseWeights     <-- GroupsLost
+        --> SendWeights  <-- WeightsSent    all buckets of a version, in the order of its plan: broadcast, or, with
+                                            "tensor", each as <-- WeightsBucket --> BucketTaken
+        --> StopSending, ReleaseWeights     <-- SendingFailed
         --> Probe        <-- ProbeResult
         --> BatchReady   <-- StepDone, or StepLeft
         --> LeaveStep    asks for StepLeft; StepDone comes all the same when the step is too far
@@ -48,21 +49,19 @@ class Loaded:
 
 @dataclass(frozen=True)
 class WeightsReady:
-    """All tensors of ``version`` under Hugging Face names can be had, in one of three ways.
+    """All tensors of ``version`` under Hugging Face names can be had by ``way``, one of ``rollout.sync``.
 
-    buckets    rollout.sync = "tensor": serialized, opaque; each is what SGLang's ``update_weights_from_tensor`` takes
-               as one element of ``serialized_named_tensors`` (base64 text as bytes), forwarded unread
-    path       "disk": a folder of safetensors, complete
-    plan       "distributed": buckets in the order in which they will be broadcast, each a list of
+    plan       "tensor", "distributed": buckets in the order in which they will be sent, each a list of
                [name, dtype, shape]
-    checksums  name of a server's parameter -> checksum, with ``rollout.verify_sync``; for "distributed" they come
-               with WeightsSent
+    path       "disk": a folder of safetensors, complete
+    checksums  "disk": name of a server's parameter -> checksum, with ``rollout.verify_sync``; else they come with
+               WeightsSent
     """
 
     version: PolicyVersion
-    buckets: tuple[bytes, ...] = ()
-    path: str = ""
+    way: str
     plan: list[Any] = field(default_factory=list)
+    path: str = ""
     checksums: dict[str, Any] = field(default_factory=dict)
 
 
@@ -91,10 +90,29 @@ class GroupOpened:
 
 @dataclass(frozen=True)
 class SendWeights:
-    """Asks the sender to broadcast all buckets of ``version`` in group ``name``."""
+    """Asks the sender for all buckets of ``version``: to be broadcast in group ``name``, or, with "tensor", sent here
+    under ``name``."""
 
     name: str
     version: PolicyVersion
+
+
+@dataclass(frozen=True)
+class WeightsBucket:
+    """Bucket ``number``, counted from 0, of what SendWeights ``name`` asked for. ``text`` is opaque: what SGLang's
+    ``update_weights_from_tensor`` takes as one element of ``serialized_named_tensors`` (base64), forwarded unread."""
+
+    name: str
+    number: int
+    text: bytes
+
+
+@dataclass(frozen=True)
+class BucketTaken:
+    """Every server has loaded the bucket: room for another one."""
+
+    name: str
+    number: int
 
 
 @dataclass(frozen=True)
@@ -107,15 +125,15 @@ class WeightsSent:
 
 
 @dataclass(frozen=True)
-class CloseGroups:
-    """Ends every group at once, also in the middle of a broadcast."""
+class StopSending:
+    """Ends what is being sent and every group at once, also in the middle of a broadcast."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class GroupsLost:
-    """A broadcast failed; no group is left."""
+class SendingFailed:
+    """What was asked for could not be sent; no group is left."""
 
     reason: str
 
@@ -202,8 +220,8 @@ class Heartbeat:
 
 Message = (
     Hello | Loaded | WeightsReady | SyncDone | Probe | ProbeResult | BatchReady | StepDone | LeaveStep | StepLeft
-    | Checkpoint | CheckpointDone | Stop | Error | Heartbeat | OpenGroup | GroupOpened | SendWeights | WeightsSent
-    | CloseGroups | GroupsLost | ReleaseWeights
+    | Checkpoint | CheckpointDone | Stop | Error | Heartbeat | OpenGroup | GroupOpened | SendWeights | WeightsBucket
+    | BucketTaken | WeightsSent | StopSending | SendingFailed | ReleaseWeights
 )  # fmt: skip
 #: What the learner's sender of weights reads, whatever its main thread does meanwhile.
-FOR_SENDER = (SyncDone, OpenGroup, SendWeights, CloseGroups, ReleaseWeights)
+FOR_SENDER = (SyncDone, OpenGroup, SendWeights, BucketTaken, StopSending, ReleaseWeights)

@@ -2,46 +2,72 @@
 
 from __future__ import annotations
 
-import base64
-import itertools
+import binascii
+import io
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from .groups import dtype_name
 
+#: Bytes of base64 that are made at a time: text of whole triples has no padding inside.
+_TRIPLES = 3 << 20
 
-def serialize_bucket(tensors: list[tuple[str, torch.Tensor]]) -> bytes:
+
+class _Base64(io.RawIOBase):
+    """Writes what it is given as base64 text, so that the bytes themselves are never held as one."""
+
+    def __init__(self) -> None:
+        self._text, self._rest = io.BytesIO(), b""
+
+    def write(self, data: object) -> int:
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]
+        if self._rest:
+            head = min(len(view), 3 - len(self._rest))
+            self._rest += bytes(view[:head])
+            if len(self._rest) < 3:
+                return len(view)
+            self._text.write(binascii.b2a_base64(self._rest, newline=False))
+        else:
+            head = 0
+        whole = len(view) - (len(view) - head) % 3
+        for at in range(head, whole, _TRIPLES):
+            self._text.write(binascii.b2a_base64(view[at : min(at + _TRIPLES, whole)], newline=False))
+        self._rest = bytes(view[whole:])
+        return len(view)
+
+    def text(self) -> bytes:
+        self._text.write(binascii.b2a_base64(self._rest, newline=False))
+        return self._text.getvalue()
+
+
+def serialize_bucket(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
     """base64 of a pickled [(name, CPU tensor)]: one element of ``serialized_named_tensors``."""
-    owned = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in tensors]
-    return base64.b64encode(pickle.dumps(owned))
+    sink = _Base64()
+    pickle.Pickler(sink).dump([(name, _whole(tensor.detach().cpu())) for name, tensor in tensors])
+    return sink.text()
 
 
-def buckets(
-    tensors: Iterable[tuple[str, torch.Tensor]], limit: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Cut a stream of named tensors into runs of at most ``limit`` bytes (a larger tensor goes alone)."""
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in a storage that holds nothing else: pickle writes the storage."""
+    alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.contiguous().clone()
 
 
 def plan_buckets(outline: Mapping[str, tuple[tuple[int, ...], torch.dtype]], limit: int) -> list[list[list[object]]]:
-    """How ``buckets`` will cut tensors of these shapes and dtypes: [name, dtype, shape] of each tensor of each bucket.
+    """Cut tensors of these shapes and dtypes, in their order, into buckets of at most ``limit`` bytes (a larger tensor
+    goes alone): [name, dtype, shape] of each tensor of each bucket.
 
     A tensor must begin at a multiple of its size: another dtype begins another bucket.
     """
     plan: list[list[list[object]]] = []
-    for dtype, run in itertools.groupby(outline.items(), key=lambda item: item[1][1]):
-        blanks = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, (shape, _) in run)
-        for bucket in buckets(blanks, limit):
-            plan.append([[name, dtype_name(dtype), list(tensor.shape)] for name, tensor in bucket])
+    size, last = 0, None
+    for name, (shape, dtype) in outline.items():
+        own = torch.Size(shape).numel() * dtype.itemsize
+        if dtype != last or size + own > limit:
+            plan.append([])
+            size, last = 0, dtype
+        plan[-1].append([name, dtype_name(dtype), list(shape)])
+        size += own
     return plan

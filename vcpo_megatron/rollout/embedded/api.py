@@ -105,7 +105,7 @@ class Service:
         bucket = await asyncio.to_thread(decode_bucket, texts[0])
         await self._before_update(body)
         self.session.require_open(protocol.UPDATE_WEIGHTS_FROM_TENSOR)
-        self.session.stage([bucket], version)
+        self.session.stage(bucket, version)
         return _success(f"staged {len(bucket)} tensors")
 
     async def init_weights_update_group(self, body: dict[str, Any]) -> web.Response:
@@ -127,18 +127,19 @@ class Service:
     async def _receive(self, body: dict[str, Any]) -> web.Response:
         version = _version(body, "weight_version")
         await self._before_update(body)
-        bucket = await self.groups.receive(body)
+        bucket, memory = await self.groups.receive(body)
         self.session.require_open(protocol.UPDATE_WEIGHTS_FROM_DISTRIBUTED)
-        self.session.stage([bucket], version)
+        self.session.stage(bucket, version, memory)
         return _success(f"staged {len(bucket)} tensors")
 
     async def end_weight_update(self, body: dict[str, Any]) -> web.Response:
         """As in SGLang, 400 without a begin; an update without tensors is answered 200 and changes nothing."""
         self.session.require_open(protocol.END_WEIGHT_UPDATE)
-        tensors, version = self.session.end()
+        tensors, version, memory = self.session.end()
         if not tensors:
             return _success("no tensors came since /begin_weight_update: the weights are unchanged")
         await self.engine.update(lambda: self._load(tensors, version))
+        self.groups.keep(memory)
         return _success(f"loaded {len(tensors)} tensors")
 
     async def update_weights_from_disk(self, body: dict[str, Any]) -> web.Response:

@@ -29,6 +29,7 @@ class WeightGroups:
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._groups: dict[str, WeightGroup] = {}
+        self._memory: list[torch.Tensor] = []
 
     async def join(self, body: dict[str, Any]) -> None:
         """Serves /init_weights_update_group; RequestError when the name is taken or the others do not come."""
@@ -53,23 +54,35 @@ class WeightGroups:
         if self._groups.pop(name, None) is None:
             raise RequestError(f"group {name} does not exist")
 
-    async def receive(self, body: dict[str, Any]) -> NamedTensors:
-        """Tensors of one bucket; RequestError, before anything is received, when the request is malformed."""
+    def keep(self, memory: list[torch.Tensor]) -> None:
+        """Receive the next update into ``memory``, that of one which was loaded: fresh pages cost as much as receiving.
+        What a request that was given up may still write to must not come back here."""
+        self._memory = list(memory)
+
+    def _flat(self, size: int) -> torch.Tensor:
+        for number, flat in enumerate(self._memory):
+            if flat.numel() == size:
+                return self._memory.pop(number)
+        return torch.empty(size, dtype=torch.uint8)
+
+    async def receive(self, body: dict[str, Any]) -> tuple[NamedTensors, list[torch.Tensor]]:
+        """Tensors of one bucket, and the memory that they are views of; RequestError, before anything is received, when
+        the request is malformed."""
         name = _text(body, "group_name", "weight_update_group")
         if name not in self._groups:
             raise RequestError(f"group {name} does not exist: send /init_weights_update_group first")
         entries = _entries(body)
         group, load_format = self._groups[name], body.get("load_format")
         if load_format == "flattened_bucket":
-            flat = torch.empty(flat_size(entries), dtype=torch.uint8)
+            flat = self._flat(flat_size(entries))
             await _in_thread(lambda: group.broadcast(flat))
-            return unflatten(flat, entries)
+            return unflatten(flat, entries), [flat]
         if load_format is not None:
             raise RequestError(f"load_format = {load_format!r}: the embedded engine takes null or flattened_bucket")
         tensors = [unflatten(torch.empty(flat_size([entry]), dtype=torch.uint8), [entry])[0] for entry in entries]
         for _, tensor in tensors:
             await _in_thread(lambda tensor=tensor: group.broadcast(tensor))  # type: ignore[misc]
-        return tensors
+        return tensors, []
 
 
 def _entries(body: dict[str, Any]) -> list[tuple[str, str, list[int]]]:

@@ -141,6 +141,7 @@ class UpdateSession:
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
         self._staged: NamedTensors = []
+        self._memory: list[torch.Tensor] = []
         self._version: str | None = None
         self._refused = ""
         self.open = False
@@ -160,21 +161,21 @@ class UpdateSession:
         """Marks the open session as spoiled."""
         self._refused = self._refused or reason
 
-    def stage(self, buckets: Sequence[NamedTensors], version: str | None) -> None:
-        """Adds buckets; RequestError, with nothing added, when a tensor does not fit the model."""
-        for bucket in buckets:
-            self._parameters.check(bucket)
-        for bucket in buckets:
-            self._staged.extend(bucket)
+    def stage(self, bucket: NamedTensors, version: str | None, memory: Sequence[torch.Tensor] = ()) -> None:
+        """Adds a bucket and the ``memory`` that its tensors are views of, where that is to be used again; RequestError,
+        with nothing added, when a tensor does not fit the model."""
+        self._parameters.check(bucket)
+        self._staged.extend(bucket)
+        self._memory.extend(memory)
         self._version = self._version if version is None else version
 
-    def end(self) -> tuple[NamedTensors, str | None]:
-        """Closes the session and hands over its tensors and version; RequestError when a bucket was refused."""
-        staged, version, refused = self._staged, self._version, self._refused
+    def end(self) -> tuple[NamedTensors, str | None, list[torch.Tensor]]:
+        """Closes the session and hands over its tensors, version and memory; RequestError when a bucket was refused."""
+        staged, version, memory, refused = self._staged, self._version, self._memory, self._refused
         self._close()
         if refused:
             raise RequestError(f"no weights were loaded: a bucket of this update was refused: {refused}")
-        return staged, version
+        return staged, version, memory
 
     def _close(self) -> None:
-        self._staged, self._version, self._refused, self.open = [], None, "", False
+        self._staged, self._memory, self._version, self._refused, self.open = [], [], None, "", False
