@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import secrets
@@ -320,10 +321,13 @@ class ServerClient:
             raise ProtocolError(f"rollout server {self.base_url}{endpoint}: {error}") from error
 
     async def _post(self, endpoint: str, body: Mapping[str, Any] | bytes) -> Any:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        # weights are large: a file goes out in pieces, where bytes would be copied once more
+        data = io.BytesIO(body) if isinstance(body, bytes) else json.dumps(body).encode()
         return await self._request("POST", endpoint, data)
 
-    async def _request(self, method: str, endpoint: str, data: bytes | None, at_most_s: float = math.inf) -> Any:
+    async def _request(
+        self, method: str, endpoint: str, data: bytes | io.BytesIO | None, at_most_s: float = math.inf
+    ) -> Any:
         timeout_s = min(self.timeout_s, at_most_s)
         if self._session is None:
             # No limit on connections: concurrency is bounded by whoever admits requests.
