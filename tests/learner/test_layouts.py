@@ -206,8 +206,8 @@ def test_replicas_and_batches_without_a_gradient(models: dict[tuple[str, bool], 
                for group in batch.groups]  # fmt: skip
     equal = replace(batch, groups=tuple(members))
     vpp = {"pipeline": 2, "virtual_pipeline": 2}
-    deferred = {"optimizer": {**OVERLAPPED["optimizer"], "clip_grad": 0.0}, **DEFERRED}  # its norm is known all the same
-    layouts: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, OVERLAPPED), ({}, deferred), (vpp, {})]
+    unclipped = {"optimizer": {**OVERLAPPED["optimizer"], "clip_grad": 0.0}, **DEFERRED}
+    layouts: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, OVERLAPPED), ({}, unclipped), (vpp, {})]
     cases = [(make_config(model, 2, parallel=parallel, **sections), [b])
              for b in (two, equal) for parallel, sections in layouts]  # fmt: skip
     outcomes = run_world(2, ONE_STEP, {"cases": cases}, timeout_s=250)
