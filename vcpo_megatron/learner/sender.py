@@ -220,7 +220,7 @@ class WeightSender:
             case StopSending():
                 self._groups.kill()
             case OpenGroup(name, world_size):
-                self._guarded_sending(lambda: self._tell(self._groups.open(name, world_size)))
+                self._guarded_sending(name, lambda: self._tell(self._groups.open(name, world_size)))
             case SendWeights(name, version):
                 self._send(name, version)
 
@@ -229,19 +229,20 @@ class WeightSender:
         checksums = self._checksums()
         stream = self._stream(version)
         way = self._groups if self._way == "distributed" else self._texts
-        sent = self._guarded_sending(lambda: way.send(name, _noted(stream, checksums)))
+        sent = self._guarded_sending(name, lambda: way.send(name, _noted(stream, checksums)))
         for _ in stream:  # what is left after a failure: the other ranks send it in any case
             pass
         if sent:
             self._tell(WeightsSent(name, version, _result(checksums)))
 
-    def _guarded_sending(self, work: Callable[[], None]) -> bool:
-        """Whether ``work`` came to its end; the groups are gone otherwise, and the orchestrator knows."""
+    def _guarded_sending(self, name: str, work: Callable[[], None]) -> bool:
+        """Whether ``work``, which was asked for under ``name``, came to its end; the groups are gone otherwise, and the
+        orchestrator knows."""
         try:
             work()
         except (BroadcastError, NotTaken) as error:
             self._groups.kill()
-            self._tell(SendingFailed(str(error)))
+            self._tell(SendingFailed(name, str(error)))
             return False
         except _GivenUp:
             self._groups.kill()
