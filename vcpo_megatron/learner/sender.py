@@ -87,7 +87,9 @@ class WeightSender:
         self._way = rollout.sync if rollout.sync != "auto" else "distributed" if broadcasts else "tensor"
         self._gatherer = gatherer
         self._snapshots = Snapshots(self._gatherer.shards, _HELD[self._way])
-        patience = datetime.timedelta(seconds=config.launch.timeout_s + rollout.sync_timeout_s)
+        # a server may keep what is on its way until the deadline of its update, and that is no fault of the learner
+        self._patience_s = config.launch.timeout_s + rollout.sync_timeout_s
+        patience = datetime.timedelta(seconds=self._patience_s)
         self._group = dist.new_group(backend="gloo", timeout=patience) if parallel.world_size > 1 else None
         self._outline = gatherer.outline()
         self._folders = WeightFolders(context.directory.weights, config.model.path)
@@ -108,7 +110,7 @@ class WeightSender:
 
     def publish(self, version: PolicyVersion) -> None:
         """Copy this version's parameters; they are sent from there. SnapshotError when there is no room in time."""
-        self._snapshots.take(version, self._config.launch.timeout_s, self.check)
+        self._snapshots.take(version, self._patience_s, self.check)
         self._published.append(version)
         self._wake()
 
