@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from vcpo_megatron.benchmarks import orchestrator  # noqa: E402
+from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
 from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
 from vcpo_megatron.rollout.open_files import allow_connections  # noqa: E402
 
@@ -55,4 +56,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from vcpo_megatron.benchmarks import attacks, soak, staleness  # noqa: E402
+from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
 from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
 
 SETTINGS = ("train.steps=1000000", "optimizer.schedule=constant", "checkpoint.every=0",
@@ -58,4 +59,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

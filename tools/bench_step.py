@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from vcpo_megatron.benchmarks.ending import run_tool
 from vcpo_megatron.benchmarks.step import (
     CONTENDERS,
     SHAPES,
@@ -99,4 +100,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(lambda: main(sys.argv[1:]))

@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from vcpo_megatron.benchmarks import store  # noqa: E402
+from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
 
 WRITERS = (1, 8, 64)
 
@@ -60,4 +61,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

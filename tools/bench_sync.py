@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from vcpo_megatron.benchmarks import sync  # noqa: E402
+from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
 
 
 def main() -> int:
@@ -52,4 +53,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from vcpo_megatron.benchmarks import attacks, chaos, soak  # noqa: E402
+from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
 
 SETTINGS = (
     "train.steps=1000000", "train.eval_every=0", "checkpoint.every=20", "observability.tensorboard=false",
@@ -46,4 +47,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from aiohttp import web
 
 from tests.rollout.canned import Handler, run_against
 from vcpo_megatron.rollout import client as client_module
+from vcpo_megatron.rollout import protocol
 from vcpo_megatron.rollout.client import ServerClient, ServerError, ServerUnavailable
 from vcpo_megatron.rollout.protocol import ProtocolError, SamplingParams
 from vcpo_megatron.rollout.server_info import ServerInfo, UnsupportedServer
@@ -350,3 +352,29 @@ def test_health_tells_the_weights_within_its_own_deadline() -> None:
             await client.health(0.2)
 
     against(silent, scenario)
+
+
+def test_a_bucket_goes_out_uncopied_and_whole() -> None:
+    """Many servers are sent one bucket at a time: what a request needs beside it is bounded, not a copy of it."""
+    bucket, seen = b"Q" * (24 << 20), []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        size = 0
+        async for piece in request.content.iter_any():
+            size += len(piece)
+        seen.append((request.headers.get("Transfer-Encoding"), request.content_length, size))
+        return web.json_response({"success": True, "message": ""})
+
+    async def scenario(client: ServerClient) -> int:
+        await client.update_weights_from_tensor(b"QQ==", "2.7")
+        tracemalloc.start()
+        try:
+            await asyncio.gather(*(client.update_weights_from_tensor(bucket, "2.7") for _ in range(4)))
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak = against(handle, scenario, timeout_s=60.0)
+    rest = len(b"".join(protocol.update_weights_from_tensor_body(b"QQ==", "2.7"))) - 4
+    assert seen[1:] == [(None, len(bucket) + rest, len(bucket) + rest)] * 4
+    assert peak < len(bucket)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.orchestrator.fake_run import FakeClient, FakeProcess, config, fake_fleet
@@ -443,11 +446,11 @@ def test_restarts_run_out() -> None:
         with_fleet(work, max_restarts=2)
 
 
-def real_fleet(tmp_path: Path, program: str, *, start_timeout_s: float) -> Fleet:
+def real_fleet(tmp_path: Path, program: str, *, start_timeout_s: float, max_restarts: int = 0) -> Fleet:
     log = tmp_path / "server.0.log"
     server = Server(0, ServerClient("http://127.0.0.1:9", 10, 1.0), log)
     return Fleet(
-        [server], FleetOptions(4, 0, start_timeout_s, 1.0), changes=Changes(),
+        [server], FleetOptions(4, max_restarts, start_timeout_s, 1.0), changes=Changes(),
         launch=lambda index: start_child([sys.executable, "-c", program], env={}, log=log),
         stop=lambda process: stop_child(process, grace_s=2.0),  # type: ignore[arg-type]
     )  # fmt: skip
@@ -463,6 +466,27 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_last_words(tmp_path: P
 
     with pytest.raises(FleetError, match=r"died \(exit code 1: no such model\), see .*server.0.log"):
         asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_what_a_dead_server_leaves_behind_ends_before_it_is_restarted(tmp_path: Path) -> None:
+    """As a scheduler does, which holds the accelerator's memory, when the server's own process is killed."""
+    program = (
+        "import os, sys, time\n"
+        "if os.fork() == 0: time.sleep(60)\n"
+        f"open({str(tmp_path / 'groups')!r}, 'a').write(f'{{os.getpgrp()}}\\n'); sys.exit(1)"
+    )
+    fleet = real_fleet(tmp_path, program, start_timeout_s=20.0, max_restarts=1)
+
+    async def main() -> None:
+        fleet.launch()
+        await run_beside(fleet.answering(), fleet.supervise())
+
+    with pytest.raises(FleetError, match="died"):
+        asyncio.run(asyncio.wait_for(main(), 20))
+    first = int((tmp_path / "groups").read_text().split()[0])
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            assert os.getpgid(process.pid) != first or process.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_server_that_never_answers_ends_the_run_at_the_deadline_and_is_stopped(tmp_path: Path) -> None:

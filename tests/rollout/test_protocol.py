@@ -36,7 +36,7 @@ FULL = SamplingParams(
 
 
 def test_bodies_use_keys_that_sglang_knows() -> None:
-    tensor = json.loads(protocol.update_weights_from_tensor_body(b"QUJD", "1.4"))
+    tensor = json.loads(b"".join(protocol.update_weights_from_tensor_body(b"QUJD", "1.4")))
     bodies = {
         "/generate": [
             protocol.generate_body([1], FULL, "r", "1.4"),

@@ -129,7 +129,7 @@ MESSAGES: list[Any] = [
     BucketTaken("vcpo-1", 2),
     WeightsSent("vcpo-1", PolicyVersion(2, 7), {"a.weight": "00ff"}),
     StopSending("server 1 refused"),
-    SendingFailed("connection reset"),
+    SendingFailed("g-1", "connection reset"),
     ReleaseWeights(PolicyVersion(2, 6)),
 ]
 

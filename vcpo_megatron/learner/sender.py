@@ -87,7 +87,9 @@ class WeightSender:
         self._way = rollout.sync if rollout.sync != "auto" else "distributed" if broadcasts else "tensor"
         self._gatherer = gatherer
         self._snapshots = Snapshots(self._gatherer.shards, _HELD[self._way])
-        patience = datetime.timedelta(seconds=config.launch.timeout_s + rollout.sync_timeout_s)
+        # a server may keep what is on its way until the deadline of its update, and that is no fault of the learner
+        self._patience_s = config.launch.timeout_s + rollout.sync_timeout_s
+        patience = datetime.timedelta(seconds=self._patience_s)
         self._group = dist.new_group(backend="gloo", timeout=patience) if parallel.world_size > 1 else None
         self._outline = gatherer.outline()
         self._folders = WeightFolders(context.directory.weights, config.model.path)
@@ -108,7 +110,7 @@ class WeightSender:
 
     def publish(self, version: PolicyVersion) -> None:
         """Copy this version's parameters; they are sent from there. SnapshotError when there is no room in time."""
-        self._snapshots.take(version, self._config.launch.timeout_s, self.check)
+        self._snapshots.take(version, self._patience_s, self.check)
         self._published.append(version)
         self._wake()
 
@@ -220,7 +222,7 @@ class WeightSender:
             case StopSending():
                 self._groups.kill()
             case OpenGroup(name, world_size):
-                self._guarded_sending(lambda: self._tell(self._groups.open(name, world_size)))
+                self._guarded_sending(name, lambda: self._tell(self._groups.open(name, world_size)))
             case SendWeights(name, version):
                 self._send(name, version)
 
@@ -229,19 +231,20 @@ class WeightSender:
         checksums = self._checksums()
         stream = self._stream(version)
         way = self._groups if self._way == "distributed" else self._texts
-        sent = self._guarded_sending(lambda: way.send(name, _noted(stream, checksums)))
+        sent = self._guarded_sending(name, lambda: way.send(name, _noted(stream, checksums)))
         for _ in stream:  # what is left after a failure: the other ranks send it in any case
             pass
         if sent:
             self._tell(WeightsSent(name, version, _result(checksums)))
 
-    def _guarded_sending(self, work: Callable[[], None]) -> bool:
-        """Whether ``work`` came to its end; the groups are gone otherwise, and the orchestrator knows."""
+    def _guarded_sending(self, name: str, work: Callable[[], None]) -> bool:
+        """Whether ``work``, which was asked for under ``name``, came to its end; the groups are gone otherwise, and the
+        orchestrator knows."""
         try:
             work()
         except (BroadcastError, NotTaken) as error:
             self._groups.kill()
-            self._tell(SendingFailed(str(error)))
+            self._tell(SendingFailed(name, str(error)))
             return False
         except _GivenUp:
             self._groups.kill()

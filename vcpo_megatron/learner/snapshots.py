@@ -41,7 +41,7 @@ class Snapshots:
                     held = ", ".join(map(str, self._held))
                     raise SnapshotError(
                         f"the weights of versions {held} are still to be sent after {timeout_s:g} s "
-                        "(launch.timeout_s): the orchestrator did not take them over"
+                        "(launch.timeout_s + rollout.sync_timeout_s): the orchestrator did not take them over"
                     )
                 self._changed.wait(0.2)
             copies = self._free.pop() if self._free else {}

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from ..rollout.server import Server
 from ..transport.messages import (
@@ -35,6 +35,8 @@ from .failures import one_line
 from .tasks import RunError, run_all
 from .weight_update import FAILURES, Courier, Wave, WaveFailed, blaming
 
+_T = TypeVar("_T")
+
 #: Seconds that a server gets to leave a group that is closed.
 _LEAVE_S = 5.0
 
@@ -45,13 +47,27 @@ class SenderLost(RuntimeError):
     """The learner cannot send; the message says why."""
 
 
+async def _in_time(answer: Awaitable[_T], timeout_s: float) -> _T:
+    """What the learner's sender answers; WaveFailed, of no server, when it is silent for half the time of a wave. Else
+    that would run out, and the server be replaced for it."""
+    try:
+        async with asyncio.timeout(timeout_s / 2):
+            return await answer
+    except TimeoutError:
+        lost = SenderLost(
+            f"the learner's sender of weights is silent for {timeout_s / 2:g} s (half of rollout.sync_timeout_s), see "
+            "the logs of the learner"
+        )
+        raise WaveFailed(None, lost) from None
+
+
 class TensorCourier:
     """``tell`` sends to the learner, whose answers come to ``heard``; ``prefix`` makes names of requests unique."""
 
     session, together = True, True
 
-    def __init__(self, tell: Tell, *, prefix: str) -> None:
-        self._tell, self._prefix = tell, prefix
+    def __init__(self, tell: Tell, *, prefix: str, timeout_s: float) -> None:
+        self._tell, self._prefix, self._timeout_s = tell, prefix, timeout_s
         self._numbers = itertools.count(1)
         self._name = ""
         self._inbox: asyncio.Queue[WeightsBucket | WeightsSent | SendingFailed] = asyncio.Queue()
@@ -59,9 +75,7 @@ class TensorCourier:
     def heard(self, message: Message) -> None:
         """An answer of the learner's sender; one to a request that was given up is dropped."""
         match message:
-            case WeightsBucket(name) | WeightsSent(name) if name == self._name:
-                self._inbox.put_nowait(message)
-            case SendingFailed() if self._name:
+            case WeightsBucket(name) | WeightsSent(name) | SendingFailed(name) if name == self._name:
                 self._inbox.put_nowait(message)
 
     async def prepare(self, servers: Sequence[Server]) -> None:
@@ -79,7 +93,7 @@ class TensorCourier:
         try:
             await self._tell(SendWeights(name, weights.version))
             while True:
-                match await self._inbox.get():
+                match await _in_time(self._inbox.get(), self._timeout_s):
                     case WeightsBucket(_, number, text):
                         wave.at = f"bucket {number + 1} of {len(weights.plan)}"
                         await run_all(*(blaming(server, _load(server, text, wave)) for server in wave.servers))
@@ -87,7 +101,7 @@ class TensorCourier:
                         del text  # else two would be held while the next one comes
                     case WeightsSent(_, _, checksums):
                         return checksums
-                    case SendingFailed(reason):
+                    case SendingFailed(_, reason):
                         raise WaveFailed(None, SenderLost(reason))
         finally:
             self._name, self._inbox = "", asyncio.Queue()
@@ -152,7 +166,7 @@ class GroupCourier:
             case WeightsSent() if self._sent is not None and not self._sent.done():
                 if message.name in self._members:
                     self._sent.set_result(message)
-            case SendingFailed():
+            case SendingFailed(name) if name in self._members:
                 for future in (self._opened, self._sent):
                     if future is not None and not future.done():
                         future.set_exception(SenderLost(message.reason))
@@ -169,12 +183,7 @@ class GroupCourier:
         self._members[name] = servers
         self._opened = asyncio.get_running_loop().create_future()
         await self._tell(OpenGroup(name, size))
-        try:
-            async with asyncio.timeout(self._timeout_s / 2):
-                opened = await self._answer(self._opened)
-        except TimeoutError:
-            lost = SenderLost(f"the learner's sender of weights is silent for {self._timeout_s / 2:g} s, see its log")
-            raise WaveFailed(None, lost) from None
+        opened = await _in_time(self._answer(self._opened), self._timeout_s)
         await run_all(
             *(
                 blaming(
@@ -241,7 +250,7 @@ class Couriers:
     depends on. Arguments as in GroupCourier."""
 
     def __init__(self, tell: Tell, *, prefix: str, timeout_s: float) -> None:
-        self._texts = TensorCourier(tell, prefix=prefix)
+        self._texts = TensorCourier(tell, prefix=prefix, timeout_s=timeout_s)
         self._groups = GroupCourier(tell, prefix=prefix, timeout_s=timeout_s)
         self._ways: dict[str, Courier] = {"tensor": self._texts, "disk": DiskCourier(), "distributed": self._groups}
 

@@ -191,7 +191,7 @@ class WeightSync:
             async with asyncio.timeout(self._timeout_s):
                 await self._updater.run(wave)
         except WaveFailed as failure:
-            await self._failed(wave, failure.cause)
+            await self._failed(wave, failure.cause, by_learner=failure.server is None)
         except TimeoutError as error:
             await self._failed(wave, error)
         else:
@@ -205,8 +205,8 @@ class WeightSync:
             for server in wave.servers:
                 server.updating = False
 
-    async def _failed(self, wave: Wave, error: Exception) -> None:
-        """The wave's servers hold no known version. Who failed is known when there is only one."""
+    async def _failed(self, wave: Wave, error: Exception, *, by_learner: bool = False) -> None:
+        """The wave's servers hold no known version. Which of them failed is known when there is only one."""
         for server in wave.servers:
             self._fleet.missed(server)
         version = wave.weights.version
@@ -222,9 +222,12 @@ class WeightSync:
             await self._unreachable(server, wave, error)
             return
         refusals = self._refusals[server, life] = self._refusals.get((server, life), 0) + 1
+        what = f"{server.name} refused weights {version}"
+        if by_learner:
+            what = f"weights {version} did not reach {server.name}"
         if refusals > 1:
-            raise SyncError(f"{server.name} refused weights {version} twice: {error}, see {server.log}") from error
-        print(f"{server.name} refused weights {version} ({error}); trying once more", flush=True)
+            raise SyncError(f"{what} twice: {error}" + ("" if by_learner else f", see {server.log}")) from error
+        print(f"{what} ({error}); trying once more", flush=True)
 
     async def _unreachable(self, server: Server, wave: Wave, error: Exception) -> None:
         """The server lives and does not answer: it is replaced if that is allowed."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import io
 import json
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import aiohttp
@@ -32,6 +31,8 @@ CONNECT_TIMEOUT_S = 10.0
 #: A connection that was idle for so long is not used again: SGLang closes it after 5 s, and a request that is on its
 #: way just then is lost.
 IDLE_CONNECTION_S = 2.0
+#: Bytes of a large body that are handed to the connection at a time.
+_PIECE = 1 << 20
 #: A question about the server itself is answered at once by one that works.
 STATUS_TIMEOUT_S = 10.0
 
@@ -311,7 +312,7 @@ class ServerClient:
         protocol.token_ids(input_ids, "input_ids", self.vocab_size)
         protocol.token_ids(sampling.stop_token_ids, "stop_token_ids", self.vocab_size)
 
-    async def _control(self, endpoint: str, body: Mapping[str, Any] | bytes) -> None:
+    async def _control(self, endpoint: str, body: Mapping[str, Any] | Sequence[bytes]) -> None:
         self._parsed(endpoint, replies.parse_success, await self._post(endpoint, body))
 
     def _parsed(self, endpoint: str, parse: Any, *args: Any) -> Any:
@@ -320,13 +321,14 @@ class ServerClient:
         except ProtocolError as error:
             raise ProtocolError(f"rollout server {self.base_url}{endpoint}: {error}") from error
 
-    async def _post(self, endpoint: str, body: Mapping[str, Any] | bytes) -> Any:
-        # weights are large: a file goes out in pieces, where bytes would be copied once more
-        data = io.BytesIO(body) if isinstance(body, bytes) else json.dumps(body).encode()
-        return await self._request("POST", endpoint, data)
+    async def _post(self, endpoint: str, body: Mapping[str, Any] | Sequence[bytes]) -> Any:
+        """``body``: an object, or JSON text in pieces, which are large."""
+        return await self._request(
+            "POST", endpoint, json.dumps(body).encode() if isinstance(body, Mapping) else body
+        )
 
     async def _request(
-        self, method: str, endpoint: str, data: bytes | io.BytesIO | None, at_most_s: float = math.inf
+        self, method: str, endpoint: str, body: bytes | Sequence[bytes] | None, at_most_s: float = math.inf
     ) -> Any:
         timeout_s = min(self.timeout_s, at_most_s)
         if self._session is None:
@@ -335,7 +337,12 @@ class ServerClient:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
             )
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-        headers = {"Content-Type": "application/json"} if data is not None else None
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        data: bytes | AsyncIterator[memoryview] | None
+        if body is None or isinstance(body, bytes):
+            data = body
+        else:  # nothing copies it; its length is said, else it would go out in chunks, which not every server takes
+            data, headers["Content-Length"] = _views(body), str(sum(map(len, body)))
         try:
             async with self._session.request(
                 method, self.base_url + endpoint, data=data, headers=headers, timeout=timeout
@@ -352,6 +359,14 @@ class ServerClient:
         if status not in (200, 202):  # 202: a router does it a little later
             raise ServerError(self.base_url, endpoint, status, _error_message(text) or reason or "without a reason")
         return _decode(text, self.base_url + endpoint)
+
+
+async def _views(pieces: Sequence[bytes]) -> AsyncIterator[memoryview]:
+    """``pieces``, not copied, in parts that a connection takes one after the other."""
+    for piece in pieces:
+        view = memoryview(piece)
+        for at in range(0, len(view), _PIECE):
+            yield view[at : at + _PIECE]
 
 
 def _decode(text: str, where: str) -> Any:

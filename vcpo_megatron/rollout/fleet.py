@@ -316,6 +316,8 @@ class Fleet:
             )
         print(f"{server.name} died ({_exit(code, server.log)}): restart {server.starts} of "
               f"{self.options.max_restarts}", flush=True)  # fmt: skip
+        if server.process is not None:
+            self._stop(server.process)  # what it left in its process group: a scheduler may still hold the GPU
         server.process = None
         self._set(server, ServerState.STARTING)
 

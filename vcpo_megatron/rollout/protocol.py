@@ -232,15 +232,17 @@ def abort_body(rid: str | None) -> dict[str, Any]:
     return {"abort_all": True} if rid is None else {"rid": rid}
 
 
-def update_weights_from_tensor_body(bucket: bytes, version: str, flush_cache: bool = False) -> bytes:
-    """JSON text of one ``/update_weights_from_tensor``; ``bucket`` is base64 text and is not re-encoded.
+def update_weights_from_tensor_body(
+    bucket: bytes, version: str, flush_cache: bool = False
+) -> tuple[bytes, bytes, bytes]:
+    """JSON text of one ``/update_weights_from_tensor``, in pieces; ``bucket``, base64 text, is one of them as it is.
 
-    Buckets are large: passing them through ``json.dumps`` would copy and scan them once more.
+    Buckets are large, and one goes to many servers at once: nothing copies it.
     """
     if not bucket or not bucket.isascii() or b'"' in bucket or b"\\" in bucket:
         raise ProtocolError("a weight bucket is not base64 text")
     rest = json.dumps({"load_format": None, "flush_cache": flush_cache, "weight_version": version})
-    return b'{"serialized_named_tensors": ["' + bucket + b'"], ' + rest[1:].encode()
+    return b'{"serialized_named_tensors": ["', bucket, b'"], ' + rest[1:].encode()
 
 
 def update_weights_from_distributed_body(

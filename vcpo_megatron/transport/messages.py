@@ -133,8 +133,9 @@ class StopSending:
 
 @dataclass(frozen=True)
 class SendingFailed:
-    """What was asked for could not be sent; no group is left."""
+    """What OpenGroup or SendWeights ``name`` asked for could not be done; no group is left."""
 
+    name: str
     reason: str
 
 
