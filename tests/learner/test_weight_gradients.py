@@ -93,10 +93,10 @@ def test_the_smaller_one_is_kept() -> None:
 
 def test_a_sum_that_vanishes_in_fp32_carries_nothing_else() -> None:
     """The anchor gives r to a trajectory of weight exp(-100): with its S_g, 0 in fp32, r's gradient would be lost."""
-    anchored, small = torch.tensor([0.5, 0.5, 0.5, 0.5]).double(), torch.tensor([1e-44, 1e-44, 1e-44, 1e-44]).double()
+    anchored, small = (torch.full((4,), value, dtype=torch.float64) for value in (0.5, 1e-44))
     assert Coefficients(anchored, small).by_ratio is None
-    assert Coefficients(anchored, small * 1e10).by_ratio == {round(0.5 / 1e-34, 12): [0, 1, 2, 3]}
-    assert Coefficients(torch.zeros(4).double(), small).by_ratio == {0.0: [0, 1, 2, 3]}
+    assert Coefficients(anchored, small * 1e44).by_ratio == {0.5: [0, 1, 2, 3]}
+    assert Coefficients(torch.zeros_like(small), small).by_ratio == {0.0: [0, 1, 2, 3]}
 
 
 @pytest.mark.parametrize(
