@@ -132,6 +132,7 @@ def test_override_below_a_value(file: Path) -> None:
          "rollout.bucket_bytes = 9223372036854775808: must be less than 2^63 in size"),
         ("[optimizer]\neps = 1e-300",
          "optimizer.eps = 1e-300: must be 0 or between 1e-38 and 1e38 in size, as float32 is"),
+        ("[launch]\ntimeout_s = 1e37", "launch.timeout_s = 1e+37: must be at most 1000000.0"),
         ("[rollout]\ntemperature = 1e-30", "rollout.temperature = 1e-30: must be at least 0.001"),
         ("[algorithm]\nglobal_aux_loss = 1e30", "algorithm.global_aux_loss = 1e+30: must be at most 1000000.0"),
         ("[train]\nseed = true", "train.seed = true: must be an integer"),
@@ -148,6 +149,15 @@ def test_one_line_names_key_value_and_remedy(file: Path, text: str, problem: str
     section, _, rest = text.partition("\n")
     complete = MINIMAL.replace(section + "\n", text + "\n") if section in MINIMAL else f"{MINIMAL}{section}\n{rest}\n"
     assert problems_of(file, complete) == [problem]
+
+
+def test_every_deadline_has_an_end() -> None:
+    """Timers overflow: timedelta at 1e14 s, ZeroMQ and gloo count milliseconds in integers."""
+    sections = (field.annotation for field in RunConfig.model_fields.values())
+    deadlines = {key: field for section in sections for key, field in section.model_fields.items() if key[-2:] == "_s"}
+    assert len(deadlines) >= 9
+    for key, field in deadlines.items():
+        assert [item.le for item in field.metadata if hasattr(item, "le")] == [1e6], key
 
 
 def test_a_misspelt_choice_names_the_nearest(file: Path) -> None:

@@ -106,7 +106,8 @@ def make_config(model: Path, ranks: int, /, **sections: dict[str, Any]) -> RunCo
         "rollout": {"max_new_tokens": 16, "temperature": 0.9},
         "environment": {"name": "none"},
         "launch": {"learner_ranks": ranks, "timeout_s": 60},
-        "optimizer": {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0},
+        # it clips, and Adam's first step depends on a gradient's size as well as on its sign
+        "optimizer": {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5, "eps": 1e-3},
     }
     for section, values in sections.items():
         base[section] = {**base.get(section, {}), **values}
@@ -172,6 +173,7 @@ class Oracle:
     ess: float
     learning_rate: float
     total_norm: float
+    entropy: float  # mean over sampled tokens
     gradients: dict[str, torch.Tensor]  # of what is minimised
     parameters: dict[str, torch.Tensor]  # after the step
 
@@ -182,14 +184,15 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
     names = {n: p for n, p in model.named_parameters()}
     rows = [(g, t) for g, group in enumerate(batch.groups) for t in group.trajectories]
     n = len(rows)
-    ratios, grads, scaled, mismatch = [], [], [], []
+    ratios, grads, scaled, mismatch, entropies = [], [], [], [], []
     for _, t in rows:
         ids = torch.tensor(t.tokens[None].astype(np.int64))
         if t.routed_experts is not None:
             force_experts(model, t.routed_experts)
-        logp = torch.log_softmax(model(ids).logits[0] / config.rollout.temperature, -1)[:-1]
-        logp = logp.gather(1, ids[0, 1:, None])[:, 0]
+        logs = torch.log_softmax(model(ids).logits[0] / config.rollout.temperature, -1)[:-1]
+        logp = logs.gather(1, ids[0, 1:, None])[:, 0]
         mask = torch.tensor(t.loss_mask[1:])
+        entropies += (-(logs.exp() * logs).sum(-1)[mask]).tolist()
         ratios.append((logp[mask] - torch.tensor(t.behavior_logprobs[1:]).double()[mask]).sum().item())
         current = [turn.spans[-1].start for turn in t.turns][-1]  # no tokens after the last span of the last turn
         apart = (logp - torch.tensor(t.behavior_logprobs[1:]).double()).abs()
@@ -230,7 +233,10 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
     apart = torch.tensor(mismatch, dtype=torch.float64)
     # biases that choose experts have no gradient, and training leaves them alone
     after |= {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
-    return Oracle(loss, log_ratios, apart, norms, baselines, ess, rate, norm, _by_expert(total), _by_expert(after))
+    entropy = float(np.mean(entropies))
+    return Oracle(
+        loss, log_ratios, apart, norms, baselines, ess, rate, norm, entropy, _by_expert(total), _by_expert(after)
+    )
 
 
 def _by_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

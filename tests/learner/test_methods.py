@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,8 @@ class Case:
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "single": (1, {}), "tp2": (2, {"tensor": 2}), "pp2": (2, {"pipeline": 2}), "dp2": (2, {}),
 }  # fmt: skip
+#: ranks -> layouts of the estimate of norms from logits
+PROXY: dict[int, list[dict[str, int]]] = {1: [{}], 2: [{"tensor": 2}, {"pipeline": 2}, {}, {"context": 2}]}
 CASES: dict[str, Case] = {}
 for _mode in ("deferred", "two_pass"):
     for _layout, (_ranks, _parallel) in LAYOUTS.items():
@@ -198,6 +201,7 @@ def test_regularizers_accumulators_and_proxy(models: dict[tuple[str, bool], Path
     batch = make_batch(model)
     terms = {"kl_coef": 0.3, "kl_reference": "initial", "entropy_coef": 0.2}
     layouts = [("accumulate", *LAYOUTS[n]) for n in ("single", "tp2", "pp2", "dp2")]
+    layouts += [("accumulate", 2, {"context": 2})]
     layouts += [("deferred", *LAYOUTS["single"]), ("two_pass", *LAYOUTS["pp2"]), ("plain", *LAYOUTS["single"]),
                 ("plain", *LAYOUTS["pp2"])]  # fmt: skip
     policy, reference = Policy(model, batch), Policy(other, batch)
@@ -218,10 +222,10 @@ def test_regularizers_accumulators_and_proxy(models: dict[tuple[str, bool], Path
         for mode, parallel in mine:
             algorithm = terms | ({"method": "vcpo_ess_only"} if mode == "plain" else {"opob_mode": mode})
             cases.append((make_config(other, ranks, parallel=parallel, algorithm=algorithm), model, [batch]))
-        if ranks == 1:
-            low = {"opob_accumulator_dtype": "bfloat16"}
-            cases += [(make_config(model, 1, algorithm=algorithm), model, [batch])
-                      for algorithm in (low, {"opob_mode": "proxy"})]  # fmt: skip
+        others = [({"opob_mode": "proxy"}, parallel) for parallel in PROXY[ranks]]
+        others += [({"opob_accumulator_dtype": "bfloat16"}, {})] if ranks == 1 else []
+        cases += [(make_config(model, ranks, parallel=parallel, algorithm=algorithm), model, [batch])
+                  for algorithm, parallel in others]  # fmt: skip
         results = run_world(ranks, "learner.run_layouts:steps_from_other_weights", {"cases": cases}, timeout_s=400)
         for (mode, _), outcome in zip(mine, results, strict=False):
             assert_gradients(outcome, plain if mode == "plain" else exact)
@@ -234,17 +238,18 @@ def test_regularizers_accumulators_and_proxy(models: dict[tuple[str, bool], Path
                 found = outcome["results"][-1].trajectories
                 for row, norm in zip(found, norms, strict=True):
                     assert row.grad_norm != row.grad_norm or row.grad_norm == pytest.approx(norm, rel=5e-6)
+        for outcome in results[len(mine) : len(mine) + len(PROXY[ranks])]:
+            _check_proxy(policy, outcome)
         if ranks == 1:
-            error = results[-2]["results"][-1].metrics["baseline/accumulator_error"]
+            error = results[-1]["results"][-1].metrics["baseline/accumulator_error"]
             assert 1e-4 < error < 2e-2
-            assert_gradients(results[-2], alone, tolerance=1e-2)
-            proxy = results[-1]["results"][-1]
-            assert all(row.grad_norm != row.grad_norm for row in proxy.trajectories)  # no exact norm is claimed
-            _check_proxy(policy, proxy.trajectories)
+            assert_gradients(results[-1], alone, tolerance=1e-2)
 
 
-def _check_proxy(policy: Policy, rows: Any) -> None:
-    """Baselines from sum_t |onehot - p|^2 / T^2, formed here from plain softmaxes."""
+def _check_proxy(policy: Policy, outcome: dict[str, Any]) -> None:
+    """Baselines from sum_t |onehot - p|^2 / T^2, formed here from plain softmaxes; the gradient that goes with them."""
+    rows = outcome["results"][-1].trajectories
+    assert all(row.grad_norm != row.grad_norm for row in rows)  # no exact norm is claimed
     for group, first in zip(policy.groups(), range(0, 16, 4), strict=True):
         rewards = torch.tensor([s.reward for s in group], dtype=torch.float64)
         if len(set(rewards.tolist())) == 1:
@@ -254,3 +259,7 @@ def _check_proxy(policy: Policy, rows: Any) -> None:
         b = float((torch.softmax(torch.tensor(shares, dtype=torch.float64), 0) * rewards).sum())
         for row in rows[first : first + 4]:
             assert row.baseline == pytest.approx(b, abs=2e-5)
+        std = float(np.std([s.reward for s in group]))
+        for s in group:
+            s.advantage = (s.reward - b) / std
+    assert_gradients(outcome, policy.gradient(policy.loss(sequence_weighted)))

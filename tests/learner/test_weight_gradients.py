@@ -89,3 +89,20 @@ def test_the_smaller_one_is_kept() -> None:
     kept = [cell.cell_contents for apply in scores.kept for cell in apply.__closure__]
     shapes = {tuple(x.shape) for x in kept if isinstance(x, torch.Tensor)} - {(128, 160)}
     assert len(scores.kept) == 2 and shapes == {(70, 160), (70, 128), (70,)}
+
+
+def test_a_sum_that_vanishes_in_fp32_carries_nothing_else() -> None:
+    """The anchor gives r to a trajectory of weight exp(-100): with its S_g, 0 in fp32, r's gradient would be lost."""
+    anchored, small = torch.tensor([0.5, 0.5, 0.5, 0.5]).double(), torch.tensor([1e-44, 1e-44, 1e-44, 1e-44]).double()
+    assert Coefficients(anchored, small).by_ratio is None
+    assert Coefficients(anchored, small * 1e10).by_ratio == {round(0.5 / 1e-34, 12): [0, 1, 2, 3]}
+    assert Coefficients(torch.zeros(4).double(), small).by_ratio == {0.0: [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1e39, float("inf")), (-1e39, float("-inf")), (3.4e38, 3.4e38), (-0.5, -0.5), (float("inf"), float("inf"))],
+)
+def test_a_factor_beyond_fp32_is_infinite(value: float, expected: float) -> None:
+    assert weight_gradients.fp32_scalar(value) == expected
+    torch.zeros(1).add_(torch.ones(1), alpha=weight_gradients.fp32_scalar(value))  # torch takes it

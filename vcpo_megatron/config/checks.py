@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .engine_layers import engine_model_problems, engine_problems
+from .idle_keys import idle_keys
 from .load import ConfigError, read_toml
 from .methods import ORDERED_SURROGATES
 from .model_folder import generation_problems, read_model, tokenizer_problems, weight_problems
@@ -28,6 +29,7 @@ def problems(config: RunConfig) -> list[str]:
         *_algorithm(config),
         *_generation(config),
         *_training(config),
+        *idle_keys(config),
         *_rollout(config),
         *server_problems(config),
         *_sync(config),
@@ -51,9 +53,8 @@ def _parallel(config: RunConfig) -> Iterator[str]:
     replica = parallel.tensor * parallel.pipeline * parallel.context
     sizes = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {replica}"
     if ranks % replica:
-        yield (
-            f"launch.learner_ranks = {ranks}: not a multiple of {sizes}; {max(1, ranks // replica) * replica} would be"
-        )
+        fits = max(1, ranks // replica) * replica
+        yield f"launch.learner_ranks = {ranks}: not a multiple of {sizes}; {fits} would be"
     elif (replicas := config.data_parallel // config.spread) > config.train.groups_per_step:
         shared = f" / {config.spread} that share experts" if config.spread > 1 else ""
         yield (
@@ -225,11 +226,6 @@ def _opob_mode(config: RunConfig) -> Iterator[str]:
             'algorithm.baseline = "opob_leave_one_out": one sum a group cannot carry a baseline for each trajectory; '
             'use opob_mode = "deferred" or "two_pass"'
         )
-    if algorithm.opob_accumulator_dtype != "float32" and not (row.needs_norms and algorithm.opob_mode == "accumulate"):
-        yield (
-            f'algorithm.opob_accumulator_dtype = "{algorithm.opob_accumulator_dtype}": only opob_mode = "accumulate" '
-            'with an OPOB baseline has accumulators; use "float32"'
-        )
 
 
 def _training(config: RunConfig) -> Iterator[str]:
@@ -240,6 +236,11 @@ def _training(config: RunConfig) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps = {optimizer.warmup_steps}: must be below train.steps = {train.steps}, "
             "the learning rate would never be reached"
+        )
+    if optimizer.lr * optimizer.weight_decay >= 1:
+        yield (
+            f"optimizer.weight_decay = {optimizer.weight_decay}: a step of optimizer.lr = {optimizer.lr} would take "
+            f"more than a weight off it; below 1 / lr = {1 / optimizer.lr:g}"
         )
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr = {optimizer.min_lr}: above optimizer.lr = {optimizer.lr}"

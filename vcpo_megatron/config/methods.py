@@ -26,6 +26,8 @@ from dataclasses import dataclass
 OPOB_BASELINES = ("opob", "opob_leave_one_out")
 #: Surrogates that look at a trajectory's tokens as a whole or in order.
 ORDERED_SURROGATES = ("gspo", "veto", "asymmetric")
+#: Surrogates that look at ``ratio_low`` or ``ratio_high``.
+BOUNDED_SURROGATES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo", "veto")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class Method:
     def linear(self) -> bool:
         """True when the gradient is linear in the advantage, as OPOB requires."""
         return self.surrogate == "weighted"
+
+    @property
+    def bounded(self) -> bool:
+        """True when ``ratio_low`` and ``ratio_high`` have an effect."""
+        return self.surrogate in BOUNDED_SURROGATES or (self.weights == "band" and self.is_level != "none")
 
     @property
     def corrected(self) -> bool:

@@ -22,6 +22,10 @@ else:
     MethodName = Literal[tuple(METHODS)]  # a new row is a new value, with nothing to repeat here
 
 
+#: Seconds of the longest deadline, 11 days: timers of Python, ZeroMQ and gloo overflow somewhere beyond it.
+LONGEST_S = 1e6
+
+
 class Section(BaseModel):
     """Base of every section: frozen, strict about names, every number finite unless its field says otherwise."""
 
@@ -232,15 +236,16 @@ class RolloutConfig(Section):
     max_failure_ratio: float = Field(
         0.5, gt=0, lt=1, description="of recent outcomes; more failures end the run with the commonest"
     )
-    request_timeout_s: float = Field(600.0, gt=0, description="deadline of one answer of a server")
-    start_timeout_s: float = Field(300.0, gt=0, description="deadline of a server's start")
+    request_timeout_s: float = Field(600.0, gt=0, le=LONGEST_S, description="deadline of one answer of a server")
+    start_timeout_s: float = Field(300.0, gt=0, le=LONGEST_S, description="deadline of a server's start")
     health_interval_s: float = Field(
-        10.0, gt=0, description="a server that answered nothing for so long is asked whether it is well"
+        10.0, gt=0, le=LONGEST_S, description="a server that answered nothing for so long is asked whether it is well"
     )
     health_timeout_s: float = Field(
-        60.0, gt=0, description="a server that misses this deadline of such a question twice hangs: it is replaced"
-    )
-    sync_timeout_s: float = Field(300.0, gt=0, description="deadline of a weight update of one server")
+        60.0, gt=0, le=LONGEST_S,
+        description="a server that misses this deadline of such a question twice hangs: it is replaced",
+    )  # fmt: skip
+    sync_timeout_s: float = Field(300.0, gt=0, le=LONGEST_S, description="deadline of a weight update of one server")
 
 
     @property
@@ -275,7 +280,7 @@ class StalenessConfig(Section):
     )
     wait_s: float = Field(
         600.0,
-        gt=0,
+        gt=0, le=LONGEST_S,
         description="wait for a trajectory at the bound before it is dropped; an evaluation's sample has as long",
     )
     adaptive: bool = Field(False, description="admit fewer versions ahead while the ESS ratio is below adaptive_ess")
@@ -305,18 +310,21 @@ class LaunchConfig(Section):
     learner_ranks: int = Field(1, ge=1, description="learner processes; a multiple of tensor x pipeline x context")
     master_port: int = Field(0, ge=0, le=65535, description="rendezvous of the learner ranks; 0: any free")
     control_port: int = Field(0, ge=0, le=65535, description="orchestrator's control socket; 0: any free")
-    timeout_s: float = Field(300.0, gt=0, description="deadline of every wait between processes")
+    timeout_s: float = Field(300.0, gt=0, le=LONGEST_S, description="deadline of every wait between processes")
     grace_s: float = Field(
-        30.0, gt=0, description="after a signal or --max-hours: half of it is the step's in progress, which is left in "
-        "its middle when it needs longer, the rest the checkpoint's"
-    )
+        30.0, gt=0, le=LONGEST_S,
+        description="after a signal or --max-hours: half of it is the step's in progress, which is left in "
+        "its middle when it needs longer, the rest the checkpoint's",
+    )  # fmt: skip
 
 
 class ObservabilityConfig(Section):
     """What a run tells about itself."""
 
     tensorboard: bool = Field(True, description="write TensorBoard files beside metrics.jsonl")
-    watchdog_s: float = Field(120.0, gt=0, description="say who waits for whom when nothing moved for this long")
+    watchdog_s: float = Field(
+        120.0, gt=0, le=LONGEST_S, description="say who waits for whom when nothing moved for this long"
+    )
     mismatch_warning: float = Field(
         0.02, gt=0, allow_inf_nan=True, description="mismatch/mean above which likely causes are named; inf: never"
     )

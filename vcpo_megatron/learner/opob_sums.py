@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from .packing import Pack
 from .parallel import Parallel
 from .score_state import PackScores
-from .weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly, WeightGradients, main_gradient
+from .weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly, WeightGradients, fp32_scalar, main_gradient
 
 
 @dataclass
@@ -231,7 +231,7 @@ class OpobSums(_Bounded):
             return super().finish_step(buckets)
         self._settle(keep=1)
         last = self._pending.popleft()
-        factor = float(self._wait(last))
+        factor = fp32_scalar(float(self._wait(last)))
         for bucket in buckets:
             names = [n for n in last.group.accumulator if self._parameters[n] in bucket.params]
             self._correct(last.group.accumulator, factor, names)
@@ -248,7 +248,7 @@ class OpobSums(_Bounded):
         return Accumulator.zeros(self._parameters, self._dtype)
 
     def _finish(self, group: _GroupInFlight, found: torch.Tensor) -> None:
-        self._correct(group.accumulator, float(found), list(group.accumulator))
+        self._correct(group.accumulator, fp32_scalar(float(found)), list(group.accumulator))
         self._release(group.accumulator)
 
     @torch.no_grad()

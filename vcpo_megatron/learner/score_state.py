@@ -20,6 +20,8 @@ from .packing import Pack
 from .parallel import Parallel
 from .weight_gradients import Accumulator, NormsOnly, WeightGradients
 
+FP32_TINY = torch.finfo(torch.float32).tiny
+
 
 class TokenRows:
     """Rows of a matrix, sorted or not, by trajectory: ``ids`` int64 [R], ``n`` for a row of no trajectory."""
@@ -132,14 +134,14 @@ class Coefficients:
 
     @cached_property
     def by_ratio(self) -> dict[float, list[int]] | None:
-        """Trajectories by r_i / q_i, without those of r_i = q_i = 0; None where some r_i has no q_i.
+        """Trajectories by r_i / q_i, without those of r_i = q_i = 0; None where some r_i has no q_i in fp32.
 
         Trajectories of one reward share the ratio (without an anchor it is (R_i - m_g) / std_g, to rounding), and
         so one sum of q_i W_i serves both the gradient and S_g.
         """
         classes: dict[float, list[int]] = {}
         for i, (r, q) in enumerate(zip(self.gradient.tolist(), self.sums.tolist(), strict=True)):
-            if q == 0.0 and r != 0.0:
+            if abs(q) < FP32_TINY and r != 0.0:
                 return None
             if q != 0.0:
                 classes.setdefault(round(r / q, 12), []).append(i)

@@ -95,7 +95,7 @@ def _optimizer_config(config: RunConfig) -> OptimizerConfig:
         adam_beta1=chosen.betas[0],
         adam_beta2=chosen.betas[1],
         adam_eps=chosen.eps,
-        clip_grad=chosen.clip_grad,
+        clip_grad=chosen.clip_grad or math.inf,  # with 0 Megatron would not even find the norm
         bf16=bf16,
         use_distributed_optimizer=chosen.distributed,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,

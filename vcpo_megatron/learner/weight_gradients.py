@@ -42,6 +42,9 @@ GRAM_BLOCK_CPU, GRAM_BLOCK_GPU = 64, 256
 BLOCK_ELEMENTS, BLOCK_ROWS = 1 << 18, 128
 
 
+FP32_MAX = torch.finfo(torch.float32).max
+
+
 class Accumulator(dict[str, Tensor]):
     """S_g of one group by parameter name. ``probe``: fp32 first rows of matrices whose S_g is not fp32."""
 
@@ -87,6 +90,11 @@ class WeightGradients(Protocol):
 def main_gradient(parameter: Parameter) -> Tensor:
     """The fp32 gradient that Megatron's DDP reduces and its optimizer reads."""
     return parameter.main_grad  # type: ignore[attr-defined]
+
+
+def fp32_scalar(value: float) -> float:
+    """``value`` as a factor of fp32 tensors: infinite where fp32 is, so that the step is skipped; torch would raise."""
+    return math.copysign(math.inf, value) if abs(value) > FP32_MAX else value
 
 
 def crossover(d_in: int, d_out: int) -> int:
@@ -272,7 +280,7 @@ class Accumulate:
             _add_product(total, g, _on_rows(q, ids), a)
             if probe is not None:
                 probe.add_((_on_rows(q, ids) * g[:, 0].float()) @ a.float())
-        factors = list(zip(r.tolist(), q.tolist(), strict=True))
+        factors = [(fp32_scalar(own), fp32_scalar(sums)) for own, sums in zip(r.tolist(), q.tolist(), strict=True)]
         for rows, shares in _in_blocks(scores, tokens, long, inputs, grads):
             main_rows, total_rows, first = main[rows], total[rows], None if rows.start else probe
             for i, w in shares:
@@ -351,4 +359,4 @@ class Deferred:
 
 
 def _later(main: Tensor, w: Tensor, i: int) -> Callable[[Tensor], Tensor]:
-    return lambda final: main.add_(w, alpha=float(final[i]))
+    return lambda final: main.add_(w, alpha=fp32_scalar(float(final[i])))
