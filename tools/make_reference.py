@@ -42,7 +42,8 @@ times; the value is TOML, or a bare string. Relative paths in the file are taken
 
 Values are typed: `steps = "30"` is an error, not 30. An unknown key is refused with the nearest known one. What several
 keys must satisfy together is checked before anything starts, and every problem is said at once
-(`vcpo train RUN.toml --dry-run`, `vcpo doctor --config RUN.toml`). No value is ever changed by a check.
+(`vcpo train RUN.toml --dry-run`, `vcpo doctor --config RUN.toml`). No value is ever changed by a check. A key of the
+method or the schedule that nothing would read, `ratio_low` for a method without bounds, is refused, too.
 
 Keys that end in `_s` are seconds. "resume: yes" marks keys that `--resume --set` may change; the others decide what is
 trained, and a run keeps them. "-" as default: not set, which the meaning explains.

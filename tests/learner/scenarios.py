@@ -226,7 +226,7 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
     norm = float(torch.stack([(g**2).sum() for g in total.values()]).sum().sqrt())
     after = {}
     for name, parameter in names.items():
-        g = total[name] * min(1.0, config.optimizer.clip_grad / (norm + 1e-6))
+        g = total[name] * min(1.0, (config.optimizer.clip_grad or np.inf) / (norm + 1e-6))
         decay = config.optimizer.weight_decay if parameter.dim() > 1 else 0.0
         moved = parameter.detach() * (1 - rate * decay)
         after[name] = moved - rate * g / (g.abs() + config.optimizer.eps)  # Adam's first step

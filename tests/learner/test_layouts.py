@@ -5,7 +5,7 @@ Layouts that share a world size share one launch: starting Megatron's processes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +194,31 @@ def test_padding_is_counted_once(outcomes: dict[str, tuple[RunConfig, dict[str, 
     for name, ranks in context.items():
         expected = sum(-cost % (2 * ranks) for cost in costs) if ranks > 1 else 0
         assert outcomes[name][1]["results"][0].metrics["tokens/padded"] == expected, name
+
+
+@pytest.mark.timeout(300)
+def test_replicas_and_batches_without_a_gradient(models: dict[tuple[str, bool], Path]) -> None:
+    """Two groups on two replicas, one of them of equal rewards; and a batch of nothing else: the weights only decay."""
+    model = models["qwen2", False]
+    batch = make_batch(model)
+    two = replace(batch, groups=batch.groups[1:3])
+    members = [replace(group, trajectories=tuple(replace(t, reward=1.0) for t in group.trajectories))
+               for group in batch.groups]  # fmt: skip
+    equal = replace(batch, groups=tuple(members))
+    vpp = {"pipeline": 2, "virtual_pipeline": 2}
+    unclipped = {"optimizer": {**OVERLAPPED["optimizer"], "clip_grad": 0.0}, **DEFERRED}
+    layouts: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, OVERLAPPED), ({}, unclipped), (vpp, {})]
+    cases = [(make_config(model, 2, parallel=parallel, **sections), [b])
+             for b in (two, equal) for parallel, sections in layouts]  # fmt: skip
+    outcomes = run_world(2, ONE_STEP, {"cases": cases}, timeout_s=250)
+    for (config, (b,)), outcome in zip(cases, outcomes, strict=True):
+        oracle, metrics = oracle_step(model, b, config), outcome["results"][0].metrics
+        assert not outcome["results"][0].skipped
+        assert metrics["lr/effective"] == pytest.approx(oracle.learning_rate, rel=5e-6)
+        assert metrics["grad_norm/total"] == pytest.approx(oracle.total_norm, rel=1e-5)
+        assert (oracle.total_norm > 0) is (b is two)
+        for key, parameter in outcome["parameters"].items():
+            assert float((parameter.double() - oracle.parameters[key]).abs().max()) < 1e-5, key
 
 
 FOREIGN = [
