@@ -26,9 +26,8 @@ run_tool(main)
 def test_a_signal_leaves_the_contexts(signum: int, code: int, tmp_path: Path) -> None:
     folder = tmp_path / "of the tool"
     folder.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-c", TOOL.format(folder=str(folder))], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    command = [sys.executable, "-c", TOOL.format(folder=str(folder))]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     assert len(list(folder.iterdir())) == 1
     process.send_signal(signum)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vcpo_megatron.learner.broadcast import GroupSender
 from vcpo_megatron.transport.broadcaster import Broadcaster, BroadcastError
 from vcpo_megatron.transport.groups import GroupError, WeightGroup, find_store, flat_size, unflatten
 from vcpo_megatron.transport.weights import plan_buckets
@@ -94,6 +95,35 @@ def test_a_broadcast_that_nobody_takes_is_given_up_by_what_poll_raises(broadcast
         pass
     broadcaster.kill()
     assert time.monotonic() - started < 20
+
+
+def test_a_broadcaster_that_starts_outlives_what_is_given_up_meanwhile(tmp_path: Path) -> None:
+    """One that takes longer to start than an update waits for it would else be killed in every one."""
+
+    def enough() -> None:
+        raise TimeoutError
+
+    plan = [[["a", "float32", [2]]]]
+    sender = GroupSender(plan, "gloo", PATIENCE_S, tmp_path / "log", enough)
+    try:
+        sender.start()
+        process = sender._broadcaster._process  # type: ignore[union-attr]
+        with pytest.raises(TimeoutError):
+            sender.open("g-1", 2)
+        sender.close()
+        sender._poll = nothing
+        opened = sender.open("g-2", 2)
+        assert process.poll() is None
+        flat = torch.zeros(8, dtype=torch.uint8)
+        thread = threading.Thread(target=lambda: join(opened.port, "g-2", 1, 2).broadcast(flat), daemon=True)
+        thread.start()
+        sender.send("g-2", iter([("a", torch.tensor([1.5, -2.0]))]))
+        thread.join(PATIENCE_S)
+        assert flat.view(torch.float32).tolist() == [1.5, -2.0]
+        sender.close()  # it is in a group now
+        assert process.poll() is not None
+    finally:
+        sender.kill()
 
 
 def test_a_broadcaster_that_dies_is_told_of(broadcaster: Broadcaster) -> None:

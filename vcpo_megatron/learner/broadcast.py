@@ -1,7 +1,7 @@
 """Rank 0's side of ``rollout.sync`` = "distributed": buckets of the stream, into the broadcaster's memory and away.
 
-After a failure, or when the orchestrator closes the groups, the broadcaster is killed: its servers see their
-connections close. The next ``open`` starts another one.
+After a failure, or when the orchestrator closes the groups, a broadcaster that is in any is killed: its servers see
+their connections close. The next ``open`` starts another one.
 """
 
 from __future__ import annotations
@@ -63,8 +63,14 @@ class GroupSender:
             self._broadcaster.broadcast(name, number, at)
         self._broadcaster.finish(self._poll)
 
+    def close(self) -> None:
+        """End every group, also in the middle of a broadcast. A broadcaster that starts is in none, and is kept: if it
+        takes longer than an update may wait for it, none would ever be there."""
+        if self._broadcaster is not None and not self._broadcaster.starting:
+            self.kill()
+
     def kill(self) -> None:
-        """End every group, also in the middle of a broadcast."""
+        """End the broadcaster, and every group with it."""
         if self._broadcaster is not None:
             self._broadcaster.kill()
             self._broadcaster = None

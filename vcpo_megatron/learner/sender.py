@@ -220,7 +220,7 @@ class WeightSender:
             case ReleaseWeights(version):
                 self._release(version)
             case StopSending():
-                self._groups.kill()
+                self._groups.close()
             case OpenGroup(name, world_size):
                 self._guarded_sending(name, lambda: self._tell(self._groups.open(name, world_size)))
             case SendWeights(name, version):
@@ -247,7 +247,7 @@ class WeightSender:
             self._tell(SendingFailed(name, str(error)))
             return False
         except _GivenUp:
-            self._groups.kill()
+            self._groups.close()
             return False
         return True
 

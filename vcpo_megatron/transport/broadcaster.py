@@ -37,7 +37,7 @@ class BroadcastError(RuntimeError):
 
 class Broadcaster:
     """Used from one thread, with which the process ends. ``poll`` is called while it waits; what it raises ends the
-    wait."""
+    wait. ``starting``: it is in no group yet, so nobody waits for it."""
 
     def __init__(self, slot_bytes: int, backend: str, timeout_s: float, log: Path) -> None:
         self._timeout_s = timeout_s
@@ -60,9 +60,13 @@ class Broadcaster:
         whole = torch.frombuffer(self._mapped, dtype=torch.uint8)
         self._slots = [whole[i * slot_bytes : (i + 1) * slot_bytes] for i in range(SLOTS)]
         self._on_their_way: list[int] = []
+        self.starting = True
 
     def open(self, name: str, world_size: int, poll: Callable[[], None]) -> int:
         """Begin to wait for the others of group ``name``; the port where they find it."""
+        if self.starting:  # else what is given up before it has started would still be done
+            self._answer("ready", poll)
+            self.starting = False
         self._send(("open", name, world_size))
         return int(self._answer("port", poll))
 
@@ -123,6 +127,7 @@ def main() -> int:
     mapped = mmap.mmap(memory, SLOTS * slot_bytes)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     groups: dict[str, WeightGroup] = {}
+    pipe.send(("ready", None))
     while True:
         try:
             command, name, *rest = pipe.recv()

@@ -100,6 +100,7 @@ class ControlClient:
                 if not frames[0].bytes:
                     break
                 wire.send_multipart(frames, copy=False)
+                del frames  # else a bucket would be kept until there is something else to say
             if wire in ready:
                 self._sort(wire.recv_multipart())
             if time.monotonic() >= last + self._heartbeat_s:
