@@ -32,11 +32,12 @@ lint: $(VENV)/.installed-test
 	$(VENV)/bin/mypy
 
 $(VENV)/.python:
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "$(PYTHON) is older than 3.11; set PYTHON=")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "$(PYTHON) is older than 3.11; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.python setup.py constraints.txt
+	@echo 'installing into $(VENV): torch, Megatron-core and transformers, about 1.3 GB; a few minutes'
 	$(PIP_INSTALL) -e .
 	touch $@
 

@@ -38,7 +38,8 @@ INTRODUCTION = """\
 
 A run is one TOML file: `vcpo train RUN.toml`. A key may be overridden by `--set SECTION.KEY=VALUE`, any number of
 times; the value is TOML, or a bare string. Relative paths in the file are taken from the file's folder, those of
-`--set` from the working directory. The run directory keeps every value, defaults included, in `resolved.toml`.
+`--set` from the working directory. The run directory keeps every value, defaults included, in `resolved.toml`; a key
+without a value is not in it, and is the method's (`config/methods.py`) or the model's.
 
 Values are typed: `steps = "30"` is an error, not 30. An unknown key is refused with the nearest known one. What several
 keys must satisfy together is checked before anything starts, and every problem is said at once

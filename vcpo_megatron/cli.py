@@ -145,11 +145,11 @@ def _doctor(args: argparse.Namespace) -> int:
             problems = error.problems
     findings = examine(Path("runs"), config.rollout.python if config else None)
     if args.config is not None:
-        findings += [Finding("missing", "config", problem) for problem in problems]
+        findings += [Finding("wrong", "config", problem) for problem in problems]
         if not problems:
             findings.append(Finding("ok", "config", f"{args.config} can run"))
     print(render(findings))
-    return FAILED if any(finding.level == "missing" for finding in findings) else DONE
+    return FAILED if any(finding.level in ("missing", "wrong") for finding in findings) else DONE
 
 
 # --- report -----------------------------------------------------------------------------------

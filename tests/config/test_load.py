@@ -118,6 +118,8 @@ def test_override_below_a_value(file: Path) -> None:
         ("[train]\nstep = 3", "train.step: unknown key; did you mean train.steps?"),
         ("[optimizer]\nclip_gradd = 3", "optimizer.clip_gradd: unknown key; did you mean optimizer.clip_grad?"),
         ("[train]\nlr = 3", "train.lr: unknown key; did you mean optimizer.lr?"),
+        ("[parallel]\ndata = 2", 
+         "parallel.data: unknown key; data parallel is what tensor x pipeline x context leave of launch.learner_ranks"),
         ("[rolout]\nservers = 1", "rolout: unknown section; did you mean [rollout]?"),
         ("[checkpoint]\nzzz = 1", "checkpoint.zzz: unknown key; keys of [checkpoint] are every, keep_last, "
          "keep_rollouts, resume_partial, keep_best, export_hf_every"),

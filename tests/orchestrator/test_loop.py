@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sqlite3
 import time
 from pathlib import Path
@@ -309,7 +310,9 @@ def test_a_slow_start_of_the_servers_is_said_and_is_no_alarm(
     assert FakeRun(tmp_path, cfg, servers=2, setup=setup).run() == "run ended"
     out = capsys.readouterr().out.splitlines()
     said = [line for line in out if "waiting for rollout servers" in line]
-    assert len(said) >= 3 and said[-1] == "vcpo: note: waiting for rollout servers: 1 of 2 ready"
+    assert len(said) >= 3 and re.fullmatch(
+        r"vcpo: note: waiting for rollout servers: 1 of 2 ready \([1-5] of 5 s, rollout\.start_timeout_s\)", said[-1]
+    )
     assert not [line for line in out if "nothing moved" in line]
 
 

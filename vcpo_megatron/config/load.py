@@ -261,8 +261,16 @@ def _shown(value: Any) -> str:
         return repr(value)
 
 
+#: Keys that are expected by what other trainers have, and what there is here.
+_OTHERWISE = {
+    ("parallel", "data"): "; data parallel is what tensor x pipeline x context leave of launch.learner_ranks",
+}
+
+
 def _nearest(key: Key) -> str:
     """Suggestion for an unknown key: near in its section, or of the same name in another."""
+    if key in _OTHERWISE:
+        return _OTHERWISE[key]
     sections = dict(_sections())
     if len(key) == 1:
         close = difflib.get_close_matches(key[0], sections, 1)

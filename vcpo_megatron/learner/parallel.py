@@ -67,6 +67,13 @@ class Parallel:
     expert_split_group: dist.ProcessGroup
 
     @property
+    def layout(self) -> str:
+        """For a reader of the log."""
+        sizes = {"data": self.data_size, "tensor": self.tensor_size, "context": self.context_size,
+                 "pipeline": self.pipeline_size, "virtual stages": self.virtual_size}  # fmt: skip
+        return f"{self.world_size} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())
+
+    @property
     def is_first_stage(self) -> bool:
         return self.pipeline_rank == 0
 

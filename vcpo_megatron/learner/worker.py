@@ -65,6 +65,9 @@ class Worker:
         self._config = config
         self._parallel = initialize(config)
         self._control = ControlClient(context.control) if self._parallel.rank == 0 else None
+        if self._parallel.rank == 0:
+            algorithm = config.algorithm
+            print(f"{self._parallel.layout}; {algorithm.method}, opob_mode {algorithm.opob_mode}", flush=True)
         self._version = PolicyVersion(context.attempt, context.resume_step or 0)
         self._say(Hello(context.token, self._version, self._parallel.world_size))
         self._now("builds the model")

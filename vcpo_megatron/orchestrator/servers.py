@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 
 from ..config.model_folder import read_model
 from ..config.models import RunConfig
@@ -103,10 +104,14 @@ def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, chan
 async def all_answer(fleet: Fleet) -> None:
     """Wait until every server answers, and say now and then how many do; ``Fleet.answering`` says what bounds it."""
 
+    started, limit = time.monotonic(), fleet.options.start_timeout_s
+
     async def say() -> None:
         while True:
             ready = sum(server.available for server in fleet.servers)
-            print(f"{NOTE_PREFIX}waiting for rollout servers: {ready} of {len(fleet.servers)} ready", flush=True)
+            time_used = f"{time.monotonic() - started:.0f} of {limit:g} s, rollout.start_timeout_s"
+            print(f"{NOTE_PREFIX}waiting for rollout servers: {ready} of {len(fleet.servers)} ready ({time_used})",
+                  flush=True)  # fmt: skip
             await asyncio.sleep(SAY_EVERY_S)
 
     await run_beside(fleet.answering(), say())

@@ -23,7 +23,7 @@ from ..config.run_directory import write_atomically
 from ..config.servers import TESTED_SGLANG, installed_sglang
 from ..launch.devices import installed_gpus, visible_gpus
 
-Level = Literal["ok", "note", "missing"]
+Level = Literal["ok", "note", "missing", "wrong"]
 
 #: Distribution -> (least version, what it is for). The package's own requirements say the same.
 REQUIRED: dict[str, tuple[str, str]] = {
@@ -54,7 +54,7 @@ _LEAST_MEMORY = 4 * 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. "missing" makes the doctor fail, "note" only tells."""
+    """One line of the report. "missing" and "wrong" make the doctor fail, "note" only tells."""
 
     level: Level
     name: str
