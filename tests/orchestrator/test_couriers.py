@@ -178,6 +178,81 @@ def planned(number: int) -> WeightsReady:
     return WeightsReady(PolicyVersion(1, number), "distributed", PLAN)
 
 
+class Texts:
+    """The learner's sender of text: two buckets ahead of what is taken, as the real one."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.heard: Callable[[Any], None] = lambda message: None
+        self.most = 0
+        self._name, self._version, self._sent, self._taken = "", PolicyVersion(1, 0), 0, 0
+
+    async def tell(self, message: Any) -> None:
+        match message:
+            case SendWeights(name, version):
+                self.told.append(f"send {version}")
+                self._name, self._version, self._sent, self._taken = name, version, 0, 0
+            case BucketTaken(name, number):
+                assert (name, number) == (self._name, self._taken)
+                self._taken += 1
+            case StopSending():
+                self.told.append("stop")
+                self._name = ""
+            case ReleaseWeights(version):
+                self.told.append(f"release {version}")
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._name and self._sent < min(len(PLAN), self._taken + 2):
+            self._sent += 1
+            self.most = max(self.most, self._sent - self._taken)
+            self.heard(WeightsBucket(self._name, self._sent - 1, f"{'abc'[self._sent - 1]} {self._version}".encode()))
+        if self._name and self._taken == len(PLAN):
+            self.heard(WeightsSent(self._name, self._version, {"a": "1"}))
+            self._name = ""
+
+
+class TextClient(GroupClient):
+    """A server that takes text. ``bucket_fault(number)`` as in GroupClient."""
+
+    async def update_weights_from_tensor(self, bucket: bytes, version: str, flush_cache: bool = False) -> None:
+        self._alive()
+        assert not flush_cache and self.paused
+        if self.session is None:
+            raise ServerError(URL, "/update", 400, "no session")
+        await self.bucket_fault(len(self.received))
+        self._alive()
+        name, of = bucket.decode().split()
+        assert of == version
+        self.received.append(name)
+        self.session.append(version)
+
+
+def with_texts(
+    work: Callable[[Fleet, WeightSync, list[Any], Texts], Coroutine[Any, Any, None]],
+    *, wave: int = 2, timeout_s: float = 2.0, max_restarts: int = 0, verify: bool = False,
+) -> None:  # fmt: skip
+    async def main() -> None:
+        sender, clients = Texts(), [TextClient(i) for i in range(2)]
+        fleet = fake_fleet(config(rollout={"max_restarts": max_restarts}), Changes(), clients, Path("/nowhere"))
+        couriers = Couriers(lambda message: sender.tell(message), prefix="t", timeout_s=timeout_s)
+        sender.heard = couriers.heard
+        updater = Updater(couriers, "retract", ChecksumBook() if verify else None)
+        sync = WeightSync(fleet, updater, wave=wave, timeout_s=timeout_s)
+        fleet.launch()
+        await run_beside(work(fleet, sync, clients, sender), fleet.supervise(), sync.run())
+
+    asyncio.run(asyncio.wait_for(main(), 15))
+
+
+def text(number: int) -> WeightsReady:
+    return WeightsReady(PolicyVersion(1, number), "tensor", PLAN)
+
+
+#: Runs a scenario by broadcast, or with buckets of text; and what is offered in it.
+WAYS = pytest.mark.parametrize(("harness", "weights"), [(with_groups, planned), (with_texts, text)])
+
+
 def test_a_wave_joins_one_group_once_and_uses_it_again() -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
         for number in range(3):
@@ -214,22 +289,24 @@ def test_a_server_that_refuses_a_bucket_leaves_nobody_hanging() -> None:
     with_groups(work)
 
 
-def test_a_bucket_refused_by_one_server_again_and_again_ends_the_run_naming_it() -> None:
-    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
+@WAYS
+def test_a_bucket_refused_by_one_server_again_and_again_ends_the_run_naming_it(harness: Any, weights: Any) -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Any) -> None:
         async def refuse(number: int) -> None:
             raise ServerError(URL, "/update", 400, "shape mismatch")
 
         clients[1].bucket_fault = refuse
-        sync.offer(planned(0))
+        sync.offer(weights(0))
         await asyncio.sleep(10)
 
     with pytest.raises(SyncError, match=r"rollout server 1 refused weights 1\.0 twice: .*shape mismatch"):
-        with_groups(work)
+        harness(work)
 
 
-def test_a_server_that_dies_in_a_bucket_comes_back_alone_and_current() -> None:
-    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
-        sync.offer(planned(0))
+@WAYS
+def test_a_server_that_dies_in_a_bucket_comes_back_alone_and_current(harness: Any, weights: Any) -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Any) -> None:
+        sync.offer(weights(0))
         await sync.all_loaded(0)
 
         async def die(number: int) -> None:
@@ -238,11 +315,11 @@ def test_a_server_that_dies_in_a_bucket_comes_back_alone_and_current() -> None:
                 clients[0].bucket_fault = GroupClient.bucket_fault.__get__(clients[0])
 
         clients[0].bucket_fault = die
-        sync.offer(planned(1))
+        sync.offer(weights(1))
         await sync.all_loaded(1)
         assert clients[0].events.count("start") == 2 and clients[1].events.count("start") == 1
 
-    with_groups(work, max_restarts=1)
+    harness(work, max_restarts=1)
 
 
 def test_a_server_that_is_back_before_the_update_is_given_up_has_died_once() -> None:
@@ -416,77 +493,6 @@ def test_the_ranks_of_joined_servers_follow_one_another_in_the_group() -> None:
     with_groups(work, servers=3)
 
 
-class Texts:
-    """The learner's sender of text: two buckets ahead of what is taken, as the real one."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-        self.heard: Callable[[Any], None] = lambda message: None
-        self.most = 0
-        self._name, self._version, self._sent, self._taken = "", PolicyVersion(1, 0), 0, 0
-
-    async def tell(self, message: Any) -> None:
-        match message:
-            case SendWeights(name, version):
-                self.told.append(f"send {version}")
-                self._name, self._version, self._sent, self._taken = name, version, 0, 0
-            case BucketTaken(name, number):
-                assert (name, number) == (self._name, self._taken)
-                self._taken += 1
-            case StopSending():
-                self.told.append("stop")
-                self._name = ""
-            case ReleaseWeights(version):
-                self.told.append(f"release {version}")
-        self._go_on()
-
-    def _go_on(self) -> None:
-        while self._name and self._sent < min(len(PLAN), self._taken + 2):
-            self._sent += 1
-            self.most = max(self.most, self._sent - self._taken)
-            self.heard(WeightsBucket(self._name, self._sent - 1, f"{'abc'[self._sent - 1]} {self._version}".encode()))
-        if self._name and self._taken == len(PLAN):
-            self.heard(WeightsSent(self._name, self._version, {"a": "1"}))
-            self._name = ""
-
-
-class TextClient(GroupClient):
-    """A server that takes text. ``bucket_fault(number)`` as in GroupClient."""
-
-    async def update_weights_from_tensor(self, bucket: bytes, version: str, flush_cache: bool = False) -> None:
-        self._alive()
-        assert not flush_cache and self.paused
-        if self.session is None:
-            raise ServerError(URL, "/update", 400, "no session")
-        await self.bucket_fault(len(self.received))
-        self._alive()
-        name, of = bucket.decode().split()
-        assert of == version
-        self.received.append(name)
-        self.session.append(version)
-
-
-def with_texts(
-    work: Callable[[Fleet, WeightSync, list[Any], Texts], Coroutine[Any, Any, None]],
-    *, wave: int = 2, timeout_s: float = 2.0, max_restarts: int = 0, verify: bool = False,
-) -> None:  # fmt: skip
-    async def main() -> None:
-        sender, clients = Texts(), [TextClient(i) for i in range(2)]
-        fleet = fake_fleet(config(rollout={"max_restarts": max_restarts}), Changes(), clients, Path("/nowhere"))
-        couriers = Couriers(lambda message: sender.tell(message), prefix="t", timeout_s=timeout_s)
-        sender.heard = couriers.heard
-        updater = Updater(couriers, "retract", ChecksumBook() if verify else None)
-        sync = WeightSync(fleet, updater, wave=wave, timeout_s=timeout_s)
-        fleet.launch()
-        await run_beside(work(fleet, sync, clients, sender), fleet.supervise(), sync.run())
-
-    asyncio.run(asyncio.wait_for(main(), 15))
-
-
-def text(number: int) -> WeightsReady:
-    return WeightsReady(PolicyVersion(1, number), "tensor", PLAN)
-
-
 def test_a_wave_shares_the_buckets_of_text_and_no_third_one_is_made() -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Texts) -> None:
         for number in range(3):
@@ -517,37 +523,6 @@ def test_a_refused_bucket_of_text_stops_the_sender_and_each_is_tried_alone() -> 
         assert sender.told == ["send 1.0", "stop", "send 1.0", "send 1.0"]
 
     with_texts(work)
-
-
-def test_a_bucket_of_text_refused_again_ends_the_run_naming_the_server() -> None:
-    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Texts) -> None:
-        async def refuse(number: int) -> None:
-            raise ServerError(URL, "/update", 400, "shape mismatch")
-
-        clients[1].bucket_fault = refuse
-        sync.offer(text(0))
-        await asyncio.sleep(10)
-
-    with pytest.raises(SyncError, match=r"rollout server 1 refused weights 1\.0 twice: .*shape mismatch"):
-        with_texts(work)
-
-
-def test_a_server_that_dies_in_a_bucket_of_text_comes_back_current() -> None:
-    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Texts) -> None:
-        sync.offer(text(0))
-        await sync.all_loaded(0)
-
-        async def die(number: int) -> None:
-            if number == 2:
-                clients[0].process.code = -9
-                clients[0].bucket_fault = GroupClient.bucket_fault.__get__(clients[0])
-
-        clients[0].bucket_fault = die
-        sync.offer(text(1))
-        await sync.all_loaded(1)
-        assert clients[0].events.count("start") == 2 and clients[1].events.count("start") == 1
-
-    with_texts(work, max_restarts=1)
 
 
 def test_a_sender_of_text_that_fails_and_then_is_silent_ends_the_run_and_no_server_is_blamed() -> None:
