@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
     if not arguments.json:
         print(curves(results), end="")
     else:
-        print(json.dumps({"results": [result.as_json() for result in results]}))
+        print(json.dumps({"benchmark": "step", "results": [result.as_json() for result in results]}))
     return 0
 
 

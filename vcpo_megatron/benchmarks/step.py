@@ -164,6 +164,7 @@ def prepare() -> None:
     """Once a process, before the first ``Bench``."""
     from ..learner import platform
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler that counts bytes talks on stderr
     platform.prepare()
 
 

@@ -47,7 +47,6 @@ def choose_kernels(installed: InstalledKernels, *, can_run: bool) -> Kernels:
     names = {"transformer_engine": installed.transformer_engine, "apex": installed.apex != "none",
              "fused_weight_gradient_mlp_cuda": installed.weight_gradients}  # fmt: skip
     hidden = tuple(name for name, found in names.items() if found)
-    notes.append("Adam: torch's")
     notes += [f"{name} is installed and needs a GPU: not used" for name in hidden
               if name != "apex" or not installed.apex_problem]  # fmt: skip
     return Kernels("torch", False, hidden, tuple(notes))

@@ -43,6 +43,7 @@ from ..transport.messages import (
     Stop,
 )
 from ..types import Batch, PolicyVersion
+from . import platform
 from .checkpoint import Checkpoints
 from .exporting import Exports
 from .parallel import Parallel, initialize
@@ -66,8 +67,8 @@ class Worker:
         self._parallel = initialize(config)
         self._control = ControlClient(context.control) if self._parallel.rank == 0 else None
         if self._parallel.rank == 0:
-            algorithm = config.algorithm
-            print(f"{self._parallel.layout}; {algorithm.method}, opob_mode {algorithm.opob_mode}", flush=True)
+            method = f"{config.algorithm.method}, opob_mode {config.algorithm.opob_mode}"
+            print(f"{self._parallel.layout}; {method}; Adam: {platform.kernels().adam}'s", flush=True)
         self._version = PolicyVersion(context.attempt, context.resume_step or 0)
         self._say(Hello(context.token, self._version, self._parallel.world_size))
         self._now("builds the model")
