@@ -42,7 +42,7 @@ from .sync_costs import Rates, update_seconds
 
 WAYS = ("tensor", "disk", "distributed")
 #: Times the bytes of a model that learner, server and requests hold at most while weights travel as text.
-TENSOR_COPIES = 16
+TENSOR_COPIES = 12
 #: Name -> (hidden size, layers, units of the MLP, vocabulary); a head has 64 dimensions.
 MODELS = {
     "2m": (128, 4, 384, 4096),
