@@ -617,14 +617,29 @@ def test_directory_that_cannot_be_written(tmp_path: Path) -> None:
         )
 
 
+@contextlib.contextmanager
+def busy_port(free_before: int) -> Iterator[int]:
+    """A port that is listened on; the ``free_before`` ports before it are free, whatever else the machine runs."""
+    while True:
+        with socket.socket() as other, contextlib.ExitStack() as before:
+            other.bind(("127.0.0.1", 0))
+            port = int(other.getsockname()[1])
+            try:
+                for i in range(1, free_before + 1):
+                    before.enter_context(socket.socket()).bind(("127.0.0.1", port - i))
+            except OSError:
+                continue
+            before.close()
+            other.listen()
+            yield port
+            return
+
+
 @pytest.mark.parametrize(
     ("key", "offset"), [("rollout.port", 1), ("launch.control_port", 0), ("launch.master_port", 0)]
 )
 def test_port_in_use_is_named_with_its_key(tmp_path: Path, key: str, offset: int) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
+    with busy_port(free_before=offset) as port:
         section, _, name = key.partition(".")
         with started(tmp_path, sections={section: {name: port - offset}}) as run:
             code, _, err = run.wait()

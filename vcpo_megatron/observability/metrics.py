@@ -111,7 +111,7 @@ METRICS: Mapping[str, Metric] = {
     "time/step": Metric("from one step's end to the next one's", "s"),
     "time/wait_batch": Metric("the learner waited for a batch", "s", "sum"),
     "time/forward_backward": Metric("forward and backward of all micro-batches", "s", "sum"),
-    "time/sync": Metric("weights of the last version to the servers", "s", "sum"),
+    "time/sync": Metric("longest update of servers that ended since the row before, 0 if none", "s", "sum"),
     "sync/verified": Metric(
         "updates of servers whose checksums agreed, since the row before; only with rollout.verify_sync", "updates",
         "sum",
