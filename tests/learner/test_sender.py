@@ -79,12 +79,17 @@ def version(number: int) -> PolicyVersion:
     return PolicyVersion(1, number)
 
 
+def ask(sender: WeightSender, control: Control, name: str) -> None:
+    """Publish version 1.0 and ask for it."""
+    sender.publish(version(0))
+    control.next(WeightsReady)
+    control.post_to_sender(SendWeights(name, version(0)))
+
+
 def test_training_waits_for_room_as_long_as_the_update_of_a_server_may_take(tmp_path: Path) -> None:
     """A server hangs in a bucket: the versions that come meanwhile cannot be told of, nor given back."""
     with sending(tmp_path, timeout_s=0.2, sync_timeout_s=30.0) as (sender, control, _):
-        sender.publish(version(0))
-        control.next(WeightsReady)
-        control.post_to_sender(SendWeights("t-1", version(0)))
+        ask(sender, control, "t-1")
         control.next(WeightsBucket)
         for number in (1, 2, 3):
             sender.publish(version(number))
@@ -121,9 +126,7 @@ def test_what_is_asked_for_after_a_failure_begins_anew(tmp_path: Path) -> None:
 
 def test_a_failure_names_what_was_asked_for(tmp_path: Path) -> None:
     with sending(tmp_path, timeout_s=5.0, sync_timeout_s=0.1) as (sender, control, _):
-        sender.publish(version(0))
-        control.next(WeightsReady)
-        control.post_to_sender(SendWeights("t-7", version(0)))
+        ask(sender, control, "t-7")
         for _ in range(2):
             control.next(WeightsBucket)
         failed = control.next(SendingFailed)
@@ -132,9 +135,7 @@ def test_a_failure_names_what_was_asked_for(tmp_path: Path) -> None:
 
 def test_a_run_that_ends_does_not_wait_for_a_bucket_on_its_way(tmp_path: Path) -> None:
     with sending(tmp_path, timeout_s=60.0, sync_timeout_s=60.0) as (sender, control, _):
-        sender.publish(version(0))
-        control.next(WeightsReady)
-        control.post_to_sender(SendWeights("t-1", version(0)))
+        ask(sender, control, "t-1")
         control.next(WeightsBucket)
         started = time.monotonic()
         sender.close()

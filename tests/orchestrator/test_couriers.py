@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +158,22 @@ def with_groups(
     work: Work, *, servers: int = 2, wave: int = 2, timeout_s: float = 2.0, max_restarts: int = 0,
     verify: bool = False,
 ) -> None:  # fmt: skip
+    sender = Sender()
+    clients = [GroupClient(i) for i in range(servers)]
+    for client in clients:
+        client.sender = sender
+    run_sync(work, sender, clients, "g", wave, timeout_s, max_restarts, verify)
+
+
+def run_sync(
+    work: Callable[..., Coroutine[Any, Any, None]], sender: Any, clients: Sequence[Any], prefix: str, wave: int,
+    timeout_s: float, max_restarts: int, verify: bool,
+) -> None:  # fmt: skip
+    """``work`` beside the sync of ``clients`` with the learner's ``sender``, and the fleet's supervision."""
+
     async def main() -> None:
-        sender = Sender()
-        clients = [GroupClient(i) for i in range(servers)]
-        for client in clients:
-            client.sender = sender
         fleet = fake_fleet(config(rollout={"max_restarts": max_restarts}), Changes(), clients, Path("/nowhere"))
-        couriers = Couriers(sender.tell, prefix="g", timeout_s=timeout_s)
+        couriers = Couriers(lambda message: sender.tell(message), prefix=prefix, timeout_s=timeout_s)
         sender.heard = couriers.heard
         updater = Updater(couriers, "retract", ChecksumBook() if verify else None)
         sync = WeightSync(fleet, updater, wave=wave, timeout_s=timeout_s)
@@ -232,17 +241,7 @@ def with_texts(
     work: Callable[[Fleet, WeightSync, list[Any], Texts], Coroutine[Any, Any, None]],
     *, wave: int = 2, timeout_s: float = 2.0, max_restarts: int = 0, verify: bool = False,
 ) -> None:  # fmt: skip
-    async def main() -> None:
-        sender, clients = Texts(), [TextClient(i) for i in range(2)]
-        fleet = fake_fleet(config(rollout={"max_restarts": max_restarts}), Changes(), clients, Path("/nowhere"))
-        couriers = Couriers(lambda message: sender.tell(message), prefix="t", timeout_s=timeout_s)
-        sender.heard = couriers.heard
-        updater = Updater(couriers, "retract", ChecksumBook() if verify else None)
-        sync = WeightSync(fleet, updater, wave=wave, timeout_s=timeout_s)
-        fleet.launch()
-        await run_beside(work(fleet, sync, clients, sender), fleet.supervise(), sync.run())
-
-    asyncio.run(asyncio.wait_for(main(), 15))
+    run_sync(work, Texts(), [TextClient(i) for i in range(2)], "t", wave, timeout_s, max_restarts, verify)
 
 
 def text(number: int) -> WeightsReady:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -24,6 +24,7 @@ else:
 
 #: Seconds of the longest deadline, 11 days: timers of Python, ZeroMQ and gloo overflow somewhere beyond it.
 LONGEST_S = 1e6
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 
 
 class Section(BaseModel):
@@ -236,17 +237,15 @@ class RolloutConfig(Section):
     max_failure_ratio: float = Field(
         0.5, gt=0, lt=1, description="of recent outcomes; more failures end the run with the commonest"
     )
-    request_timeout_s: float = Field(600.0, gt=0, le=LONGEST_S, description="deadline of one answer of a server")
-    start_timeout_s: float = Field(300.0, gt=0, le=LONGEST_S, description="deadline of a server's start")
-    health_interval_s: float = Field(
-        10.0, gt=0, le=LONGEST_S, description="a server that answered nothing for so long is asked whether it is well"
+    request_timeout_s: Seconds = Field(600.0, description="deadline of one answer of a server")
+    start_timeout_s: Seconds = Field(300.0, description="deadline of a server's start")
+    health_interval_s: Seconds = Field(
+        10.0, description="a server that answered nothing for so long is asked whether it is well"
     )
-    health_timeout_s: float = Field(
-        60.0, gt=0, le=LONGEST_S,
-        description="a server that misses this deadline of such a question twice hangs: it is replaced",
-    )  # fmt: skip
-    sync_timeout_s: float = Field(300.0, gt=0, le=LONGEST_S, description="deadline of a weight update of one server")
-
+    health_timeout_s: Seconds = Field(
+        60.0, description="a server that misses this deadline of such a question twice hangs: it is replaced"
+    )
+    sync_timeout_s: Seconds = Field(300.0, description="deadline of a weight update of one server")
 
     @property
     def started(self) -> int:
@@ -278,9 +277,8 @@ class StalenessConfig(Section):
     lag: Literal["bounded", "exact"] = Field(
         "bounded", description="at most max_staleness; or always that, batch after batch, repeatable to the last bit"
     )
-    wait_s: float = Field(
+    wait_s: Seconds = Field(
         600.0,
-        gt=0, le=LONGEST_S,
         description="wait for a trajectory at the bound before it is dropped; an evaluation's sample has as long",
     )
     adaptive: bool = Field(False, description="admit fewer versions ahead while the ESS ratio is below adaptive_ess")
@@ -310,21 +308,18 @@ class LaunchConfig(Section):
     learner_ranks: int = Field(1, ge=1, description="learner processes; a multiple of tensor x pipeline x context")
     master_port: int = Field(0, ge=0, le=65535, description="rendezvous of the learner ranks; 0: any free")
     control_port: int = Field(0, ge=0, le=65535, description="orchestrator's control socket; 0: any free")
-    timeout_s: float = Field(300.0, gt=0, le=LONGEST_S, description="deadline of every wait between processes")
-    grace_s: float = Field(
-        30.0, gt=0, le=LONGEST_S,
-        description="after a signal or --max-hours: half of it is the step's in progress, which is left in "
-        "its middle when it needs longer, the rest the checkpoint's",
-    )  # fmt: skip
+    timeout_s: Seconds = Field(300.0, description="deadline of every wait between processes")
+    grace_s: Seconds = Field(
+        30.0, description="after a signal or --max-hours: half of it is the step's in progress, which is left in "
+        "its middle when it needs longer, the rest the checkpoint's"
+    )
 
 
 class ObservabilityConfig(Section):
     """What a run tells about itself."""
 
     tensorboard: bool = Field(True, description="write TensorBoard files beside metrics.jsonl")
-    watchdog_s: float = Field(
-        120.0, gt=0, le=LONGEST_S, description="say who waits for whom when nothing moved for this long"
-    )
+    watchdog_s: Seconds = Field(120.0, description="say who waits for whom when nothing moved for this long")
     mismatch_warning: float = Field(
         0.02, gt=0, allow_inf_nan=True, description="mismatch/mean above which likely causes are named; inf: never"
     )
