@@ -61,6 +61,7 @@ def test_an_answer_to_what_was_given_up_makes_no_room() -> None:
     receiver = Receiver(lambda self: self.sender.taken("s", 0), timeout_s=0.05)
     with pytest.raises(NotTaken):
         receiver.run()
+    assert len(receiver.sent) == 2
 
 
 def test_what_the_look_raises_ends_the_sending() -> None:
