@@ -173,7 +173,8 @@ def test_a_policy_that_has_diverged_ends_the_run_soon(tmp_path: Path, policy: st
     with pytest.raises(RunError, match="^20 groups in a row, in order of admission, have failed.*the judge is down"):
         run.run()
     failed = sum(count for key, count in states(tmp_path).items() if key[1] == "failed")
-    assert failed < 272  # what a window of 1,360 took
+    # Which groups have failed by then is a matter of timing; the window alone takes 1,360 failures.
+    assert failed < 1360 / 2
 
 
 @pytest.mark.parametrize(("reward", "info"), [(float("nan"), {}), (float("inf"), {}), (1.0, {"x": "text"})])
