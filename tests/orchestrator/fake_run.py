@@ -61,15 +61,16 @@ URL = "http://fake"
 
 
 def config(**sections: dict[str, Any]) -> RunConfig:
-    """A small run; ``sections`` override keys of a section."""
+    """A small run; ``sections`` override keys of a section. Its deadlines are those that no test waits for: so long
+    that a busy machine keeps them."""
     base: dict[str, dict[str, Any]] = {
         "model": {"path": "/nowhere"},
         "train": {"steps": 6, "groups_per_step": 2, "group_size": 2, "eval_every": 0},
-        "rollout": {"max_new_tokens": 8, "max_running_requests": 64, "start_timeout_s": 5.0, "sync_timeout_s": 3.0},
+        "rollout": {"max_new_tokens": 8, "max_running_requests": 64, "start_timeout_s": 30.0, "sync_timeout_s": 30.0},
         "environment": {"name": "fake"},
         "staleness": {"max_staleness": 1, "wait_s": 20.0},
         "checkpoint": {"every": 0},
-        "launch": {"timeout_s": 5.0},
+        "launch": {"timeout_s": 30.0},
         "observability": {"tensorboard": False, "watchdog_s": 5.0},
     }
     for name, values in sections.items():
@@ -289,7 +290,7 @@ def fake_fleet(cfg: RunConfig, changes: Changes, clients: Sequence[FakeClient], 
         capacity=cfg.rollout.max_running_requests,
         max_restarts=cfg.rollout.max_restarts,
         start_timeout_s=cfg.rollout.start_timeout_s,
-        takeover_timeout_s=5.0,
+        takeover_timeout_s=30.0,
     )
     return Fleet(servers, options, launch=launch, stop=stop, changes=changes)
 
@@ -344,7 +345,7 @@ class FakeLearner(threading.Thread):
             sender = threading.Thread(target=self._send_weights, args=(client,), daemon=True)
             sender.start()
             self._weights(client)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while self.stopped is None and not self.errors and time.monotonic() < deadline:
                 if (message := client.receive(0.02)) is not None:
                     self._handle(client, message)
@@ -390,7 +391,7 @@ class FakeLearner(threading.Thread):
             return
         if batch.step == self.silent_at:
             return
-        if not self._synced.wait(5.0):  # the learner may not send newer weights before
+        if not self._synced.wait(30.0):  # the learner may not send newer weights before
             return
         client.send(Heartbeat("learner", f"step {batch.step}"))
         if self._leaves(client, batch.step):
@@ -472,7 +473,7 @@ class FakeRun:
         )  # fmt: skip
         self.learner = FakeLearner(self.context)
 
-    def run(self, timeout_s: float = 20.0) -> str:
+    def run(self, timeout_s: float = 50.0) -> str:
         """Reason of the end; what the controller raises."""
         return asyncio.run(asyncio.wait_for(self._run(), timeout_s))
 

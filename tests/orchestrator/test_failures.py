@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.orchestrator.fake_run import FakeEnvironment, FakeEpisode, FakeRun, config
-from vcpo_megatron.environments.base import Outcome
+from vcpo_megatron.environments.base import Example, Outcome
 from vcpo_megatron.orchestrator.failures import FailureWindow, PromptFailures
 from vcpo_megatron.orchestrator.store import RolloutStore, StoreFullError
 from vcpo_megatron.orchestrator.tasks import RunError
@@ -237,22 +237,31 @@ def limited(monkeypatch: pytest.MonkeyPatch, pages: int) -> dict[str, Any]:
 def test_a_full_disk_pauses_generation_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = limited(monkeypatch, 2)
+    made = limited(monkeypatch, 0)
     admitted: list[int] = []
+    paused: list[int] = []
+
+    class Environment(FakeEnvironment):
+        def train_example(self, index: int) -> Example:
+            admitted.append(index)
+            return super().train_example(index)
 
     async def free(run: FakeRun, controller: Any) -> None:
         controller._recorder._retry_s = 0.05
         while controller._recorder.paused is None:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.2)
-        admitted.append(run.clients[0].events.count("start") + len(run.clients[0].events))
-        await asyncio.sleep(0.3)
-        admitted.append(run.clients[0].events.count("start") + len(run.clients[0].events))
+            await asyncio.sleep(0.001)
+        paused.append(len(admitted))
+        await asyncio.sleep(0.5)
+        paused.append(len(admitted))
         made["store"]._connection.execute("PRAGMA max_page_count = 1000000")
 
-    run = FakeRun(tmp_path, config(train={"steps": 30}), during=free)
+    def setup(run: FakeRun) -> None:
+        run.clients[0].latency_s = 0.02  # else all are admitted while a slow disk takes the first ones
+
+    cfg = config(train={"steps": 30}, staleness={"max_staleness": 30}, rollout={"max_running_requests": 4})
+    run = FakeRun(tmp_path, cfg, environment=Environment(), during=free, setup=setup)
     assert run.run(timeout_s=60) == "run ended"
-    assert admitted[0] == admitted[1]  # nothing new was started meanwhile
+    assert paused[0] == paused[1]  # no group was admitted meanwhile, and the bound has room for all
     said = capsys.readouterr().out
     assert said.count("generation pauses: rollout store") == 1 and "cannot grow (database or disk is full)" in said
     assert "the disk takes writes again" in said

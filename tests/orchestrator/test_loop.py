@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import sqlite3
-import time
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +130,19 @@ def test_a_stop_during_the_start_ends_without_a_step(tmp_path: Path) -> None:
 
 
 def test_a_stop_does_not_wait_for_a_slow_environment(tmp_path: Path) -> None:
+    stepping: list[Any] = []
+
+    def hangs(example: Any) -> float:
+        stepping.append(example)
+        return 120.0
+
     async def stop(run: FakeRun, controller: Any) -> None:
-        await asyncio.sleep(0.5)
+        while not stepping:
+            await asyncio.sleep(0.005)
         controller.request_stop("stopped by signal")
 
-    run = FakeRun(tmp_path, config(), environment=FakeEnvironment(delay_s=lambda example: 60.0), during=stop)
-    assert run.run(timeout_s=5.0) == "stopped by signal"
+    run = FakeRun(tmp_path, config(), environment=FakeEnvironment(delay_s=hangs), during=stop)
+    assert run.run() == "stopped by signal"
     assert run.environment.closed > 0
 
 
@@ -150,21 +156,21 @@ def test_an_error_of_the_learner_ends_the_run_naming_it(tmp_path: Path) -> None:
 
 
 def test_a_silent_learner_ends_the_run_at_the_deadline(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path, config(launch={"timeout_s": 0.6}))
+    run = FakeRun(tmp_path, config(launch={"timeout_s": 1.5}))
     run.learner.silent_at = 1
-    with pytest.raises(ControlError, match=r"silent for 0.6 s \(launch.timeout_s\) while it owed StepDone"):
+    with pytest.raises(ControlError, match=r"silent for 1.5 s \(launch.timeout_s\) while it owed StepDone"):
         run.run()
 
 
 def test_a_learner_that_keeps_its_weights_ends_the_run_at_the_deadline(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path, config(launch={"timeout_s": 0.6}))
+    run = FakeRun(tmp_path, config(launch={"timeout_s": 1.5}))
     run.learner.sends_weights = False
     with pytest.raises(ControlError, match="owed the weights"):
         run.run()
 
 
 def test_a_learner_that_keeps_the_weights_of_a_step_ends_the_run_at_the_deadline(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path, config(launch={"timeout_s": 0.6}, staleness={"max_staleness": 0}))
+    run = FakeRun(tmp_path, config(launch={"timeout_s": 1.5}, staleness={"max_staleness": 0}))
 
     def keep(step: int) -> None:
         run.learner.sends_weights = step < 1
@@ -256,7 +262,7 @@ def test_a_group_too_old_is_dropped_and_its_prompt_sampled_again(tmp_path: Path)
             return 30.0
         return 0.0
 
-    cfg = config(staleness={"max_staleness": 1, "wait_s": 0.3})
+    cfg = config(staleness={"max_staleness": 1, "wait_s": 2.0})
     run = FakeRun(tmp_path, cfg, environment=FakeEnvironment(delay_s=delay))
     assert run.run() == "run ended"
     rows = run.rows()
@@ -297,23 +303,31 @@ def test_a_server_that_dies_in_the_probe_is_asked_again_after_its_restart(tmp_pa
 def test_a_slow_start_of_the_servers_is_said_and_is_no_alarm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "SAY_EVERY_S", 0.5)
+    monkeypatch.setattr(servers, "SAY_EVERY_S", 0.4)
     cfg = config(observability={"watchdog_s": 0.3, "tensorboard": False}, train={"steps": 1})
-    began = time.monotonic()
+    lines: list[str] = []
+
+    def told(line: str, **how: Any) -> None:
+        lines.append(line)
+        print(line, **how)
+
+    monkeypatch.setattr(servers, "print", told, raising=False)
 
     async def slow() -> bool:
-        return time.monotonic() - began > 2
+        return len(lines) >= 4
 
     def setup(run: FakeRun) -> None:
         run.clients[1].ready = slow  # type: ignore[method-assign]
 
     assert FakeRun(tmp_path, cfg, servers=2, setup=setup).run() == "run ended"
     out = capsys.readouterr().out.splitlines()
-    said = [line for line in out if "waiting for rollout servers" in line]
-    assert len(said) >= 3 and re.fullmatch(
-        r"vcpo: note: waiting for rollout servers: 1 of 2 ready \([1-5] of 5 s, rollout\.start_timeout_s\)", said[-1]
+    said = [number for number, line in enumerate(out) if "waiting for rollout servers" in line]
+    assert len(said) >= 4 and re.fullmatch(
+        r"vcpo: note: waiting for rollout servers: 1 of 2 ready \([1-9]\d* of 30 s, rollout\.start_timeout_s\)",
+        out[said[-1]],
     )
-    assert not [line for line in out if "nothing moved" in line]
+    # A busy machine may stand still for so long once they have started.
+    assert not [line for line in out[: said[-1]] if "nothing moved" in line]
 
 
 # --- checkpoints and resume -------------------------------------------------------------------
