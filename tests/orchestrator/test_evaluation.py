@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
+from tests.orchestrator.fake_run import FakeEnvironment, FakeEpisode, FakeRun, config
+from vcpo_megatron.environments.base import Example
 from vcpo_megatron.observability.sinks import JsonlSink
 from vcpo_megatron.orchestrator.evaluation import evaluating_servers, mean_reward
 from vcpo_megatron.orchestrator.rows import MetricsLog, evaluated_versions, start_of_log
@@ -79,21 +80,31 @@ def test_every_due_version_is_evaluated_whole_and_in_its_row(tmp_path: Path, lag
 
 
 def test_training_goes_on_during_an_evaluation_and_the_server_keeps_the_pinned_version(tmp_path: Path) -> None:
-    trained_during: list[int] = []
+    during_evaluation: list[tuple[int, Any]] = []
+    goes_on = asyncio.Event()
+
+    class HeldBack(FakeEpisode):
+        async def step(self, action: Any) -> Any:
+            if self._example.data["index"] >= 1000:
+                await goes_on.wait()
+            return await super().step(action)
+
+    class Environment(FakeEnvironment):
+        def episode(self, example: Example) -> FakeEpisode:
+            return HeldBack(self, example)
 
     async def during(run: FakeRun, controller: Any) -> None:
-        while not any("generate heldout" in event for event in run.clients[0].events):
+        assert run.fleet is not None
+        while len(run.learner.batches) < 4 or not any("generate heldout" in event for event in run.clients[0].events):
             await asyncio.sleep(0.005)
-        await asyncio.sleep(0.5)
-        trained_during.append(len(run.learner.batches))
-        assert run.fleet is not None and run.fleet.servers[0].version is not None
-        assert run.fleet.servers[0].version.number == 0
+        await asyncio.sleep(0.3)
+        during_evaluation.append((len(run.learner.batches), run.fleet.servers[0].version))
+        goes_on.set()
 
-    slow = FakeEnvironment(delay_s=lambda example: 0.8 if example.data["index"] >= 1000 else 0.0)
     cfg = config(train={"steps": 10, "eval_every": 8}, staleness={"max_staleness": 3})
-    run = FakeRun(tmp_path, cfg, environment=slow, during=during)
+    run = FakeRun(tmp_path, cfg, environment=Environment(), during=during)
     assert run.run() == "run ended"
-    assert trained_during == [4]  # what version 0 may still be trained on: steps 0..3
+    assert during_evaluation == [(4, (1, 0))]  # what version 0 may still be trained on: steps 0..3
     assert max(run.staleness()) == 3
 
 
@@ -233,10 +244,10 @@ def test_a_held_out_sample_that_hangs_fails_at_its_deadline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     environment = FakeEnvironment(delay_s=lambda example: 60.0 if example.data["index"] == 1000 else 0.0)
-    cfg = config(train={"steps": 2, "eval_every": 1}, staleness={"wait_s": 0.3})
+    cfg = config(train={"steps": 2, "eval_every": 1}, staleness={"wait_s": 1.0})
     run = FakeRun(tmp_path, cfg, environment=environment)
     assert run.run() == "run ended"
-    assert "1 of 3 samples failed, first: no answer within 0.3 s (staleness.wait_s)" in capsys.readouterr().out
+    assert "1 of 3 samples failed, first: no answer within 1 s (staleness.wait_s)" in capsys.readouterr().out
 
 
 def test_an_evaluation_without_one_answer_says_so(capsys: pytest.CaptureFixture[str]) -> None:

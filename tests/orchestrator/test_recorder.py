@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,23 @@ def test_writes_that_come_together_share_a_transaction_in_order(tmp_path: Path) 
         recorder = Recorder(lambda: CountingStore(tmp_path / "rollouts.sqlite"))
         await recorder.open()
 
+        writes, may_end = threading.Event(), threading.Event()
+
         def number(i: int) -> int:
-            time.sleep(0.01)
+            writes.set()
+            may_end.wait(10)
             seen.append(i)
             return 10 * i
 
         first = recorder.submit(lambda store: number(0))
-        await asyncio.sleep(0.005)  # it is being written
+        await asyncio.to_thread(writes.wait, 10)
         rest = [recorder.submit(lambda store, i=i: number(i)) for i in range(1, 6)]  # type: ignore[misc]
+        may_end.set()
         results = list(await asyncio.gather(first, *rest))
         await recorder.finish("run ended")
         return results
 
-    assert asyncio.run(asyncio.wait_for(main(), 10)) == [0, 10, 20, 30, 40, 50]
+    assert asyncio.run(asyncio.wait_for(main(), 25)) == [0, 10, 20, 30, 40, 50]
     assert seen == list(range(6))
     assert transactions == [0, 1, 6]  # the first, the five together, the end
 

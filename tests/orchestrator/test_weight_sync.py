@@ -77,7 +77,7 @@ def with_sync(
     pinned: tuple[int, ...] = (),
     evaluators: int = 1,
     client: type[FakeClient] = FakeClient,
-    timeout_s: float = 1.0,
+    timeout_s: float = 10.0,
     max_restarts: int = 0,
     wave: int = 1,
 ) -> None:
@@ -95,7 +95,7 @@ def with_sync(
         fleet.launch()
         await run_beside(work(fleet, sync, clients), fleet.supervise(), sync.run())
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 25))
 
 
 def test_the_calls_come_in_the_order_of_the_protocol() -> None:
@@ -114,7 +114,8 @@ def test_versions_that_come_too_fast_are_skipped_not_queued() -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
         clients[0].latency_s = 0.1
         sync.offer(weights(version(0)))
-        await asyncio.sleep(0.1)
+        while clients[0].session is None:
+            await asyncio.sleep(0.001)
         for number in range(1, 6):
             sync.offer(weights(version(number)))
         await sync.all_loaded(5)
@@ -125,7 +126,7 @@ def test_versions_that_come_too_fast_are_skipped_not_queued() -> None:
 
 def test_a_slow_server_does_not_hold_up_another() -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
-        clients[0].latency_s = 0.3
+        clients[0].latency_s = 60
         sync.offer(weights(version(0)))
         await fleet.changes.until(lambda: fleet.servers[1].serving or None, 5)
         assert not fleet.servers[0].serving
@@ -168,10 +169,10 @@ def test_a_server_that_hangs_in_an_update_ends_the_run_at_the_deadline() -> None
     async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
         clients[0].latency_s = 60
         sync.offer(weights(version(0)))
-        await asyncio.sleep(5)
+        await asyncio.sleep(20)
 
-    with pytest.raises(SyncError, match=r"rollout server 0 did not take weights 1.0 within 0.2 s"):
-        with_sync(work, timeout_s=0.2)
+    with pytest.raises(SyncError, match=r"rollout server 0 did not take weights 1.0 within 0.5 s"):
+        with_sync(work, timeout_s=0.5)
 
 
 def test_a_server_that_hangs_in_an_update_is_replaced_when_it_may_be_restarted() -> None:
@@ -183,7 +184,7 @@ def test_a_server_that_hangs_in_an_update_is_replaced_when_it_may_be_restarted()
         await sync.all_loaded(0)
         assert clients[0].events.count("start") == 2
 
-    with_sync(work, timeout_s=0.2, max_restarts=3)
+    with_sync(work, timeout_s=1.0, max_restarts=3)
 
 
 def test_a_server_that_dies_in_an_update_gets_the_newest_version_after_its_restart() -> None:
@@ -192,7 +193,8 @@ def test_a_server_that_dies_in_an_update_gets_the_newest_version_after_its_resta
         await sync.all_loaded(0)
         clients[0].latency_s = 0.1
         sync.offer(weights(version(1)))
-        await asyncio.sleep(0.05)
+        while clients[0].session is None:
+            await asyncio.sleep(0.001)
         assert fleet.servers[0].updating
         clients[0].process.code = -11
         sync.offer(weights(version(2)))
