@@ -17,7 +17,7 @@ _Client = TypeVar("_Client", bound=ServerClient)
 def run_against(
     handler: Handler, make_client: Callable[[str], _Client], scenario: Callable[[_Client], Awaitable[Any]]
 ) -> Any:
-    """What ``scenario`` gives with the client of a server whose every endpoint is ``handler``; at most 20 s."""
+    """What ``scenario`` gives with the client of a server whose every endpoint is ``handler``; at most 50 s."""
 
     async def run() -> Any:
         app = web.Application()
@@ -27,7 +27,7 @@ def run_against(
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         client = make_client(f"http://127.0.0.1:{runner.addresses[0][1]}")
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(50):
                 return await scenario(client)
         finally:
             await client.close()

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.rollout.raw_http import wait_until
 from vcpo_megatron.rollout.client import ServerClient
 from vcpo_megatron.rollout.sglang import SglangServer
 from vcpo_megatron.transport.child import start_child, stop_child
@@ -133,12 +134,23 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServ
 @dataclass
 class Engine:
     """A server of weights "0" that the protocol suite talks to, and times in seconds that suit it: ``mid_s`` into a
-    long answer it is in its middle, ``most_s`` is the most that a scenario may take."""
+    long answer it is in its middle, if it had no reason to be late; ``most_s`` is the most that a scenario may take."""
 
     name: str
     url: str
     mid_s: float
     most_s: float
+
+    async def in_the_middle_of(self, *answers: asyncio.Task[Any], wait_s: float | None = None) -> None:
+        """Return ``wait_s`` seconds, by default ``mid_s``, after long ``answers`` were asked for. The embedded engine
+        says how many run: a request that a busy machine delivers late is waited for."""
+        await asyncio.sleep(self.mid_s if wait_s is None else wait_s)
+
+        def run(running: int, waiting: int) -> bool:
+            return running >= len(answers) or any(answer.done() for answer in answers)
+
+        if self.name == "embedded":
+            await asyncio.to_thread(wait_until, self.url, run)
 
     def use(self, scenario: Callable[[ServerClient], Awaitable[Any]]) -> Any:
         """``await scenario(client)``, bounded."""

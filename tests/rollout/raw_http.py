@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 
@@ -18,3 +20,16 @@ def post(url: str, endpoint: str, body: Any) -> tuple[int, Any]:
             return response.status, json.loads(text) if text[:1] in (b"{", b"[") else text.decode()
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
+
+
+def wait_until(url: str, look: Callable[[int, int], bool]) -> None:
+    """Return when ``look`` is true of the numbers of running and waiting sequences of the embedded engine at ``url``;
+    AssertionError after half a minute."""
+    deadline = time.monotonic() + 30
+    while True:
+        with urllib.request.urlopen(url + "/server_info", timeout=30) as response:
+            state = json.loads(response.read())
+        if look(state["num_running_requests"], state["num_waiting_requests"]):
+            return
+        assert time.monotonic() < deadline, f"still: {state}"
+        time.sleep(0.005)

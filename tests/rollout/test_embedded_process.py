@@ -8,13 +8,12 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rollout.raw_http import post
+from tests.rollout.raw_http import post, wait_until
 from vcpo_megatron.rollout.embedded.server import serve
 
 PROMPT = [5, 17, 42, 8, 60]
@@ -103,10 +102,7 @@ def test_sigterm_answers_what_runs_and_exits_0(versions: Any, start_server: Any)
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 100}}
     thread = threading.Thread(target=lambda: answers.append(post(server.url, "/generate", body)))
     thread.start()
-    for _ in range(100):
-        with urllib.request.urlopen(server.url + "/server_info", timeout=10) as response:
-            if json.loads(response.read())["num_waiting_requests"]:
-                break
+    wait_until(server.url, lambda running, waiting: waiting == 1)
     assert server.stop() == 0
     thread.join(20)
     assert answers[0][0] == 200 and answers[0][1]["meta_info"]["finish_reason"]["type"] == "abort"

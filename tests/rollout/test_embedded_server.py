@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.raw_http import post
+from tests.rollout.raw_http import post, wait_until
 from vcpo_megatron.rollout.client import ServerClient, ServerError
 from vcpo_megatron.rollout.protocol import SamplingParams, Span
 
@@ -149,11 +148,11 @@ def test_an_update_without_tensors_changes_nothing(server: Any) -> None:
     assert post(server.url, "/end_weight_update", {})[0] == 400
 
 
-def test_request_id_in_use(use: Callable[..., Any]) -> None:
+def test_request_id_in_use(use: Callable[..., Any], server: Any) -> None:
     async def scenario(client: ServerClient) -> None:
         await client.pause("in_place")
         first = asyncio.create_task(client.generate(PROMPT, LONG, "same"))
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(wait_until, server.url, lambda running, waiting: waiting == 1)
         with pytest.raises(ServerError, match="'same' is already in use"):
             await client.generate(PROMPT, LONG, "same")
         await client.abort("same")
@@ -166,11 +165,11 @@ def test_request_id_in_use(use: Callable[..., Any]) -> None:
 # ---------------------------------------------------------------- abort and pause
 
 
-def test_flush_is_refused_while_busy(use: Callable[..., Any]) -> None:
+def test_flush_is_refused_while_busy(use: Callable[..., Any], server: Any) -> None:
     async def scenario(client: ServerClient) -> None:
         await client.flush_cache()
         running = asyncio.create_task(client.generate(PROMPT, LONG, "busy"))
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(wait_until, server.url, lambda running, waiting: running == 1)
         await client.pause("in_place")
         with pytest.raises(ServerError, match="cannot be flushed"):
             await client.flush_cache()
@@ -248,12 +247,14 @@ def test_update_is_visible_at_its_end_and_all_at_once(use: Callable[..., Any], v
     use(scenario)
 
 
-def test_update_without_a_pause_waits_for_running_requests(use: Callable[..., Any], versions: Any) -> None:
+def test_update_without_a_pause_waits_for_running_requests(
+    use: Callable[..., Any], versions: Any, server: Any
+) -> None:
     async def scenario(client: ServerClient) -> None:
         await client.begin_weight_update()
         await client.update_weights_from_tensor(versions.bucket("1"), "1")
         running = [asyncio.create_task(client.generate(PROMPT, LONG, f"running{i}")) for i in range(16)]
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(wait_until, server.url, lambda running, waiting: running == 16)
         update = asyncio.create_task(client.end_weight_update())
         await asyncio.sleep(0.02)
         behind = asyncio.create_task(client.generate(PROMPT, replace(LONG, max_new_tokens=5), "behind"))
@@ -294,16 +295,10 @@ def test_a_client_that_goes_away_frees_its_place(use: Callable[..., Any], server
     async def scenario(client: ServerClient) -> None:
         await client.pause("in_place")  # so that nothing ends by itself
         task = asyncio.create_task(client.generate(PROMPT, LONG, "gone"))
-        await asyncio.sleep(0.2)
+        await asyncio.to_thread(wait_until, server.url, lambda running, waiting: waiting == 1)
         task.cancel()
-        for _ in range(100):
-            with urllib.request.urlopen(server.url + "/server_info", timeout=10) as response:
-                state = json.loads(response.read())
-            if state["num_waiting_requests"] == state["num_running_requests"] == 0:
-                break
-            await asyncio.sleep(0.1)
-        else:
-            raise AssertionError("the request is still there")
+        await asyncio.sleep(0)  # it hangs up
+        await asyncio.to_thread(wait_until, server.url, lambda running, waiting: running == waiting == 0)
         await client.resume()
 
     use(scenario)

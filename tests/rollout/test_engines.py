@@ -165,7 +165,7 @@ async def pause_in_mid_answer(
 ) -> tuple[asyncio.Task[GenerateResult], asyncio.Task[GenerateResult]]:
     """A long answer that has begun, paused, and a short one sent after."""
     answer = asyncio.create_task(client.generate(PROMPT, LONG, f"long-{mode}"))
-    await asyncio.sleep(engine.mid_s)
+    await engine.in_the_middle_of(answer)
     await client.pause(mode)
     key, client.cache_key = client.cache_key, "late"  # a lease sends nothing under the key of weights that leave
     late = asyncio.create_task(client.generate(PROMPT, replace(LONG, max_new_tokens=3), "late"))
@@ -196,7 +196,7 @@ def test_abort_answers_with_what_was_sampled(engine: Engine, versions: Versions)
     async def scenario(client: ServerClient) -> tuple[GenerateResult, GenerateResult]:
         target = asyncio.create_task(client.generate(PROMPT, LONG, "target"))
         other = asyncio.create_task(client.generate(PROMPT, replace(LONG, max_new_tokens=200), "other"))
-        await asyncio.sleep(engine.mid_s)
+        await engine.in_the_middle_of(target, other)
         await client.abort("unknown")
         await client.abort("target")
         return await target, await other
@@ -288,8 +288,8 @@ def test_without_a_cache_key_a_pause_is_enough(engine: Engine, versions: Version
             sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
             return asyncio.create_task(client.generate(prompt, sampling, f"{mode}-{name}"))
 
-        answers = [await ask("before", 4), ask("long", 400)]
-        await asyncio.sleep(engine.mid_s)
+        answers = [await ask("before", 4), long := ask("long", 400)]
+        await engine.in_the_middle_of(long)
         answers += [ask(f"at-{index}", 4) for index in range(4)]
         await asyncio.sleep(0)
         paused = asyncio.create_task(client.pause(mode))
@@ -323,7 +323,7 @@ def test_a_server_that_is_adopted_half_loaded_names_no_version(engine: Engine, v
 
     async def scenario(client: ServerClient) -> tuple[GenerateResult, GenerateResult]:
         answer = asyncio.create_task(client.generate(PROMPT, LONG, "cut"))
-        await asyncio.sleep(engine.mid_s)
+        await engine.in_the_middle_of(answer)
         await client.pause("retract")
         await client.begin_weight_update()
         await client.update_weights_from_tensor(half, "1")
@@ -374,7 +374,7 @@ def test_aborted_generations_go_on_with_their_tokens(engine: Engine, versions: V
                         sampling=SamplingParams(480), context_length=CONTEXT, seed_for_turn=lambda turn: None)
         )  # fmt: skip
         for version in ("1", "2"):
-            await asyncio.sleep(engine.mid_s / 2)
+            await engine.in_the_middle_of(episode, wait_s=engine.mid_s / 2)
             await client.pause("abort")
             await client.begin_weight_update()
             await client.update_weights_from_tensor(versions.bucket(version), f"1.{version}")

@@ -104,7 +104,8 @@ def test_requests_of_a_dead_server_are_run_again_on_another() -> None:
         lease = fleet.lease(2)
         assert lease is not None and lease.server.index == 0
         requests = [asyncio.ensure_future(lease.generate((1, 2), SamplingParams(4), f"r{i}")) for i in range(2)]
-        await asyncio.sleep(0.05)
+        while sum("generate" in event for event in clients[0].events) < 2:
+            await asyncio.sleep(0)
         clients[0].process.code = -9  # type: ignore[union-attr]
         results = await asyncio.gather(*requests)
         assert all(len(result.output_ids) == 4 for result in results)
@@ -300,7 +301,9 @@ def test_one_late_answer_is_no_fault_and_an_update_is_not_disturbed() -> None:
             return "1.0"
 
         well, clients[0].health = clients[0].health, late_once  # type: ignore[method-assign]
-        await asyncio.sleep(0.6)
+        while len(asked) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
         assert len(asked) == 2 and server.starts == 1 and server.serving
         clients[0].health, server.updating = hangs, True  # type: ignore[method-assign]
         await asyncio.sleep(0.6)
