@@ -30,7 +30,7 @@ from vcpo_megatron.types import (
     PolicyVersion,
 )
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 @pytest.fixture
