@@ -26,7 +26,7 @@ import pytest
 from vcpo_megatron.config.run_directory import RunDirectory
 from vcpo_megatron.launch import workspace
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 #: The smallest text that counts as the manifest of a complete checkpoint.
 MANIFEST = '{"step": 0, "attempt": 1, "version_number": 0, "learner": {}, "orchestrator": {}}'
 
@@ -58,7 +58,7 @@ name, home = sys.argv[1], Path(os.environ["VCPO_RUN_DIR"])
 def record(name, pid):
     (home / f"{name}.tmp").write_text(f"{pid}\\n")
     (home / f"{name}.tmp").rename(home / "pids" / name)  # whole, or not there
-def wait(path, limit=60):
+def wait(path, limit=100):
     end = time.monotonic() + limit
     while not (home / path).exists():
         if time.monotonic() > end:
@@ -102,15 +102,15 @@ def stop(*args):
 signal.signal(signal.SIGTERM, stop)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 (home / "listening").touch()
-time.sleep(60)
+time.sleep(100)
 """
 #: Does not end when it is asked to.
 STUBBORN_ORCHESTRATOR = """
 signal.signal(signal.SIGTERM, lambda *args: (home / "asked").touch())
 (home / "listening").touch()
-time.sleep(60)
+time.sleep(100)
 """
-SLEEP = "time.sleep(60)"
+SLEEP = "time.sleep(100)"
 
 
 @dataclass
