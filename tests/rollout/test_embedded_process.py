@@ -16,6 +16,8 @@ import pytest
 from tests.rollout.raw_http import post, wait_until
 from vcpo_megatron.rollout.embedded.server import serve
 
+pytestmark = pytest.mark.timeout(300)  # longer than a server may take to start
+
 PROMPT = [5, 17, 42, 8, 60]
 
 

@@ -14,6 +14,8 @@ from tests.rollout.raw_http import post, wait_until
 from vcpo_megatron.rollout.client import ServerClient, ServerError
 from vcpo_megatron.rollout.protocol import SamplingParams, Span
 
+pytestmark = pytest.mark.timeout(300)  # longer than a server may take to start, and a scenario after it
+
 PROMPT = [5, 17, 42, 8, 60]
 LONG = SamplingParams(max_new_tokens=480, ignore_eos=True)
 

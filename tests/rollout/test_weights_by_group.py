@@ -18,6 +18,8 @@ from vcpo_megatron.rollout.client import ServerClient, ServerError
 from vcpo_megatron.transport.broadcaster import Broadcaster
 from vcpo_megatron.transport.groups import dtype_name
 
+pytestmark = pytest.mark.timeout(400)  # longer than the sender and a server may take to start
+
 START_S = 180.0
 PROMPT = [5, 17, 42, 8, 60]
 SLOT = 1 << 20
