@@ -15,6 +15,8 @@ from .families import make_family
 from .scenarios import make_config
 from .world import run_world
 
+pytestmark = pytest.mark.timeout(550)  # the first one waits for the world
+
 LAYOUTS = {
     "tp2": ("qwen2-tied-yarn", {"tensor": 2}),
     "pp2": ("qwen2-tied-yarn", {"pipeline": 2}),

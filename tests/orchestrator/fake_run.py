@@ -501,7 +501,8 @@ class FakeRun:
             if beside is not None:
                 beside.cancel()
             control.close()
-            await asyncio.to_thread(self.learner.join, 0.5)
+            # One that was never heard of is told nothing, and goes on.
+            await asyncio.to_thread(self.learner.join, 10.0 if controller._link._connected else 0.5)
 
     def rows(self) -> list[dict[str, Any]]:
         text = RunDirectory(self.run_dir).metrics.read_text()
