@@ -102,9 +102,8 @@ def _add_report(commands: Any) -> None:
     parser.add_argument(
         "--rows",
         type=positive,
-        default=40,
         metavar="N",
-        help="rows of steps at most; a longer run has 2, 5, 10, 20, ... steps a row (default: %(default)s)",
+        help="rows of steps at most; a longer run has 2, 5, 10, 20, ... steps a row (default: 40)",
     )
     parser.add_argument("--step", type=int, metavar="N", help="the trajectories that step N consumed")
     parser.add_argument("--prompt", metavar="ID", help="the trajectories of this prompt")
@@ -172,13 +171,15 @@ def _report(args: argparse.Namespace) -> int:
 
     directory = RunDirectory(args.run_dir)
     one_by_one = args.trajectories or args.text or args.json or args.step is not None or args.prompt is not None
+    if one_by_one and args.rows is not None:
+        return refuse(["--rows bounds the rows of steps, and here trajectories are asked for; leave it out"])
     try:
         with RolloutStore.open_readonly(directory.store) as store:
             if one_by_one:
                 spoken = Spoken(store, directory) if args.text else None
                 print_history(store, step=args.step, prompt_id=args.prompt, as_json=args.json, spoken=spoken)
             else:
-                print_summary(store, most_rows=args.rows)
+                print_summary(store, most_rows=args.rows or 40)
     except (StoreError, ConfigError) as error:
         return refuse([str(error)], FAILED)
     return DONE

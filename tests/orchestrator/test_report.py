@@ -115,3 +115,10 @@ def test_rows_are_one_at_least(path: Path, capsys: pytest.CaptureFixture[str], r
     with pytest.raises(SystemExit, match="2"):
         report(capsys, path, f"--rows={rows}")
     assert f"'{rows}' is no positive integer" in capsys.readouterr().err
+
+
+def test_rows_are_of_the_summary(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RolloutStore(path):
+        pass
+    refused = "vcpo: error: --rows bounds the rows of steps, and here trajectories are asked for; leave it out"
+    assert report(capsys, path, "--rows", "3", "--json") == (2, [refused])
