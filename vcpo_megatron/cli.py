@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .cli_parts import DONE, FAILED, INTERRUPTED, PIPE_CLOSED, add_command, refuse
+from .cli_parts import DONE, FAILED, INTERRUPTED, PIPE_CLOSED, add_command, positive, refuse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,16 +93,23 @@ def _add_report(commands: Any) -> None:
         "report",
         _report,
         help="say what a run did",
-        description="Say what became of every trajectory of a run, also while it goes on: the step it was trained at, "
-        "its staleness, weight and reward, or why it was not trained; with --text, what was asked and answered.",
+        description="Say what a run did, also while it goes on: step by step what was trained, dropped and failed, and "
+        "why. With --step, --prompt, --trajectories, --text or --json, say what became of each trajectory: the step it "
+        "was trained at, its staleness, weight and reward, or why it was not trained.",
         example="vcpo report runs/first --step 12 --text",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
-    parser.add_argument("--data", action="store_true", help="one line a trajectory, of rollouts.sqlite (the default)")
-    parser.add_argument("--step", type=int, metavar="N", help="only what step N consumed")
-    parser.add_argument("--prompt", metavar="ID", help="only this prompt")
-    parser.add_argument("--text", action="store_true", help="show prompt and answers, by the tokenizer of the run")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, then one with the totals")
+    parser.add_argument(
+        "--rows",
+        type=positive,
+        metavar="N",
+        help="rows of steps at most; a longer run has 2, 5, 10, 20, ... steps a row (default: 40)",
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="the trajectories that step N consumed")
+    parser.add_argument("--prompt", metavar="ID", help="the trajectories of this prompt")
+    parser.add_argument("--trajectories", "--data", action="store_true", help="the trajectories of the whole run")
+    parser.add_argument("--text", action="store_true", help="their prompts and answers too, by the run's tokenizer")
+    parser.add_argument("--json", action="store_true", help="one JSON object a trajectory, then one with the totals")
 
 
 def _port(text: str) -> int:
@@ -158,15 +165,21 @@ def _doctor(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from .config.load import ConfigError
     from .config.run_directory import RunDirectory
-    from .orchestrator.history import print_history
+    from .orchestrator.history import print_history, print_summary
     from .orchestrator.spoken import Spoken
     from .orchestrator.store import RolloutStore, StoreError
 
     directory = RunDirectory(args.run_dir)
+    one_by_one = args.trajectories or args.text or args.json or args.step is not None or args.prompt is not None
+    if one_by_one and args.rows is not None:
+        return refuse(["--rows bounds the rows of steps, and here trajectories are asked for; leave it out"])
     try:
         with RolloutStore.open_readonly(directory.store) as store:
-            spoken = Spoken(store, directory) if args.text else None
-            print_history(store, step=args.step, prompt_id=args.prompt, as_json=args.json, spoken=spoken)
+            if one_by_one:
+                spoken = Spoken(store, directory) if args.text else None
+                print_history(store, step=args.step, prompt_id=args.prompt, as_json=args.json, spoken=spoken)
+            else:
+                print_summary(store, most_rows=args.rows or 40)
     except (StoreError, ConfigError) as error:
         return refuse([str(error)], FAILED)
     return DONE

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .cli_parts import DONE, FAILED, INTERRUPTED, Command, add_command, refuse, say
+from .cli_parts import DONE, FAILED, INTERRUPTED, Command, add_command, positive, refuse, say
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,10 +45,12 @@ def _add_import(actions: Any) -> None:
     parser.add_argument("source", type=Path, metavar="HF", help="Hugging Face folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="checkpoint to write; must not exist")
     for name in ("tensor", "pipeline", "expert"):
-        parser.add_argument(f"--{name}", type=_count, default=1, metavar="N", help=f"{name}-parallel size (default: 1)")
+        parser.add_argument(
+            f"--{name}", type=positive, default=1, metavar="N", help=f"{name}-parallel size (default: 1)"
+        )
     parser.add_argument("--dtype", choices=_DTYPES, help="default: that of the files")
     parser.add_argument(
-        "--vocab-multiple", type=_count, default=128, metavar="N",
+        "--vocab-multiple", type=positive, default=128, metavar="N",
         help="the vocabulary is padded to a multiple of this; as model.vocab_multiple (default: %(default)s)",
     )  # fmt: skip
     _add_quiet(parser)
@@ -94,12 +96,6 @@ def _add_verify(actions: Any) -> None:
 
 def _add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress")
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
-    return int(text)
 
 
 def _gigabytes(text: str) -> float:

@@ -23,6 +23,13 @@ def add_command(
     return parser
 
 
+def positive(text: str) -> int:
+    """Type of an argument: an integer of at least 1."""
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return int(text)
+
+
 def refuse(problems: Sequence[str], code: int = BAD_USAGE) -> int:
     """Say each problem in one line on standard error; returns ``code``."""
     from .config.process import ERROR_PREFIX

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.learner.scenarios import make_batch, make_config, make_model_folder
+from tests.learner.world import run_world
 from vcpo_megatron.benchmarks import costs
 from vcpo_megatron.learner import weight_gradients
 from vcpo_megatron.learner.score_state import Coefficients, PackScores, TokenRows, Tokens
@@ -147,6 +150,25 @@ def test_accumulators_are_what_stays_alive(dtype: torch.dtype, element: int) -> 
     assert found == costs.accumulator_bytes(640 * 512 + 512, 1, element) + probes
 
 
+@pytest.mark.timeout(300)
+def test_the_state_of_a_plain_step_is_what_stays_alive(tmp_path: Path) -> None:
+    """Of eight layers: what ten hold beyond two, alone and on two data-parallel ranks."""
+    models = [make_model_folder(tmp_path / f"layers{count}", layers=count) for count in (2, 10)]
+    plain = {"algorithm": {"method": "grpo"}}
+    low = {**plain, "model": {"dtype": "bfloat16"}}
+    shared = {"optimizer": {"distributed": True}}
+    asked = [(plain, 1, 4), (low, 1, 2), ({**plain, **shared}, 2, 4), ({**low, **shared}, 2, 2)]
+    cases = [
+        (make_config(model, 2, **changes), [make_batch(model, step) for step in (0, 1)])
+        for changes, _, _ in asked
+        for model in models
+    ]
+    found = run_world(2, "learner.run_layouts:bytes_held", {"cases": cases})
+    for (_, data, element), small, large in zip(asked, found[::2], found[1::2], strict=True):
+        parameters, held = large[0] - small[0], large[1] - small[1]
+        assert held == pytest.approx(costs.state_bytes(parameters, data, element), rel=0.02)
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_shared_rewards_need_no_second_product(layer: tuple[int, int], tokens: int) -> None:
@@ -166,6 +188,8 @@ def test_the_projection_to_70b() -> None:
     assert short["deferred"].extra_bytes / gb == pytest.approx(15.0, abs=0.1)
     assert long["deferred"].extra_bytes / gb == pytest.approx(68.5, abs=0.1)
     assert short["two_pass"].extra_bytes == short["proxy"].extra_bytes == 0
+    state = [costs.state_bytes(costs.SEVENTY_B.parameters / 32, data) / gb for data in (1, 2, 8)]
+    assert state == pytest.approx([39.7, 26.5, 16.5], abs=0.05)
 
 
 def test_parameters_of_a_counted_model() -> None:

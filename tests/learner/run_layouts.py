@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -160,6 +161,34 @@ def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: 
     steps = trainable.schedule.num_steps
     leave_layout()
     return {"result": result, "parameters": parameters, "steps": steps, "random": random_numbers}
+
+
+def bytes_held(cases: list[tuple[RunConfig, list[Batch]]]) -> list[tuple[int, int]]:
+    """For each case: this rank's parameters, and the bytes of the tensors it has between two steps."""
+    platform.prepare()
+    from vcpo_megatron.learner.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.step import VcpoStep
+    from vcpo_megatron.learner.training import build_trainable
+
+    found = []
+    for config, batches in cases:
+        before = _storages()  # held, so that none of their addresses is used again
+        parallel = initialize(config)
+        trainable = build_trainable(config, parallel, load=True)
+        step = VcpoStep(config, parallel, trainable)
+        for batch in batches:
+            step.run(batch, PolicyVersion(1, batch.step + 1))
+        held = sum(storage.nbytes() for address, storage in _storages().items() if address not in before)
+        found.append((sum(p.numel() for chunk in trainable.chunks for p in chunk.parameters()), held))
+        leave_layout()
+    return found
+
+
+def _storages() -> dict[int, Any]:
+    """Of all tensors that are alive, by address."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return {storage.data_ptr(): storage for storage in (each.untyped_storage() for each in tensors)}
 
 
 def with_kernels(cases: list[tuple[RunConfig, list[Batch]]]) -> tuple[list[dict[str, Any]], list[int], list[int]]:

@@ -13,7 +13,6 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import time
@@ -34,12 +33,6 @@ class WorldFailed(AssertionError):
     """A rank failed; the message holds the end of its output."""
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def run_world(
     ranks: int, function: str, arguments: dict[str, Any], *, timeout_s: float = 150.0, fresh: bool = False
 ) -> Any:
@@ -49,12 +42,13 @@ def run_world(
         context: Any = multiprocessing.get_context("spawn" if fresh or visible_gpus() else "forkserver")
         if context.get_start_method() == "forkserver":
             context.set_forkserver_preload([PRELOADED])
-        port = free_port()
+        # held open here: a port that was only chosen may be taken before rank 0 binds it
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         processes: list[BaseProcess] = []
         for rank in range(ranks):
             environment = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
             }  # fmt: skip
             processes.append(context.Process(target=run_rank, args=(function, folder, {**os.environ, **environment})))
             processes[-1].start()

@@ -191,7 +191,6 @@ def test_a_selection_of_nothing_is_refused(path: Path, capsys: pytest.CaptureFix
     assert report(capsys, path, "--prompt", "nope") == (1, [f"vcpo: error: no prompt nope {named}"])
     wrong = report(capsys, path, "--prompt", "p0", "--step", "1")
     assert wrong == (1, [f"vcpo: error: no prompt p0 in step 1 {named}"])
-    assert report(capsys, path, "--data") == report(capsys, path)
 
 
 def test_failures_are_counted_by_error(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +213,8 @@ def test_failures_are_counted_by_error(path: Path, capsys: pytest.CaptureFixture
         "2  failed: step raised ValueError: no judge",
         "2  failed: the server answered log-prob nan at token # of its answer",
     ]
-    assert "environment my own, prompt p 3, sample 3/0: the server" in "".join(lines)  # of the row itself
+    _, lines = report(capsys, path, "--trajectories")
+    assert "environment my own, prompt p 3, sample 3/0: the server" in "".join(lines)
 
 
 def test_the_text_of_trajectories(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,6 +119,15 @@ def extra_traffic(mode: str, tokens: int, d_in: int, d_out: int, machine: Machin
     raise ValueError(f"unknown mode {mode!r}")
 
 
+def state_bytes(parameters: float, data: int = 1, element: int = 2) -> float:
+    """Held for good by a plain step on one GPU: weights, fp32 gradients, and the optimizer's state.
+
+    The state is Adam's two fp32 moments and, beside bf16 weights (``element`` 2), the fp32 weights that it steps.
+    ``data``: ranks that share it, which is the data-parallel size with ``optimizer.distributed``.
+    """
+    return parameters * (element + 4 + (12 if element == 2 else 8) / data)
+
+
 def accumulator_bytes(parameters: float, accumulators: int, element: int = 4) -> float:
     """Held for good by ``accumulate``; ``element`` 2 in bf16."""
     return parameters * accumulators * element

@@ -8,6 +8,8 @@ micro-batch, its norm from a full gradient buffer, and two more buffers of the g
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import math
 import os
@@ -216,6 +218,7 @@ class Bench:
         typical, found, transient = int(statistics.median(lengths)), [], {}
         for name in self._steps:
             transient[name] = peak_bytes(name, self.step)
+            give_back()
         for number in range(rounds):
             for name in self._steps:
                 seconds[name].append(self.step(name))
@@ -247,6 +250,12 @@ def peak_bytes(name: str, step: Callable[[str], float]) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return peak
+
+
+def give_back() -> None:
+    """Return freed memory to the system: glibc keeps it, and a profile of a long step is several GB."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def table(comparison: Comparison) -> str:

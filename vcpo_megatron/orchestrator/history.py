@@ -1,4 +1,4 @@
-"""What became of every trajectory, as text: from the rollout store alone."""
+"""What became of the trajectories of a run, by step and one by one, as text: from the rollout store alone."""
 
 from __future__ import annotations
 
@@ -27,10 +27,51 @@ _COLUMNS = {
     "baseline": ("baseline", 9, ".4g"),
     "reason": ("reason", 0, ""),
 }
-
+#: Column of the summary, named as the metric where there is one -> (key of ``StoreReader.by_steps``, format).
+_SUMMARY = {
+    "groups": ("groups", "d"),
+    "trained": ("trained", "d"),
+    "dropped": ("dropped", "d"),
+    "failed": ("failed", "d"),
+    "staleness/max": ("staleness", "d"),
+    "reward/mean": ("reward", ".4g"),
+    "tokens": ("tokens", "d"),
+}
 
 #: Where a failure happened, as ``rollout.agent_loop`` puts it before the error.
 _PLACE = re.compile(r"^(failed: )environment .*?, prompt .*?, sample \d+/\d+: ")
+
+
+def print_summary(store: StoreReader, *, most_rows: int) -> None:
+    """Print what was trained and lost by step, then the totals and reasons of the whole run.
+
+    A run of more than ``most_rows`` steps has several steps a row.
+    """
+    done = store.steps_done()
+    size = steps_a_row(done, most_rows)
+    table = [["step", *_SUMMARY]]
+    for row in store.by_steps(size):
+        table.append([_span(row["first"], size, done), *(_cell(row[key], form) for key, form in _SUMMARY.values())])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+    if size > 1:
+        print(f"{size} steps a row: --rows {done} shows each, --step N the trajectories of one")
+    _print_totals(store, as_json=False)
+
+
+def steps_a_row(steps: int, most_rows: int) -> int:
+    """The smallest of 1, 2, 5, 10, 20, 50, ... with which ``steps`` fit into ``most_rows`` rows."""
+    sizes = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
+    return next(size for size in sizes if size * most_rows >= steps)
+
+
+def _span(first: int | None, size: int, done: int) -> str:
+    """The steps of a row that begins with ``first``, of ``done`` in all; "-" for none."""
+    if first is None:
+        return "-"
+    last = min(first + size, done) - 1
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def print_history(
@@ -90,9 +131,8 @@ def _print_totals(store: StoreReader, *, as_json: bool) -> None:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    cells = []
-    for key, width, form in _COLUMNS.values():
-        value = row[key]
-        text = "-" if value is None else format(value, form) if form else str(value)
-        cells.append(text.rjust(width))
-    return "  ".join(cells).rstrip()
+    return "  ".join(_cell(row[key], form).rjust(width) for key, width, form in _COLUMNS.values()).rstrip()
+
+
+def _cell(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form) if form else str(value)

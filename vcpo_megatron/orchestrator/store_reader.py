@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..types import Group, Trajectory, TrajectoryResult
-from .store_records import COLUMNS, experts_of, from_row
+from .store_records import COLUMNS, TOKEN_BYTES, experts_of, from_row
 from .store_schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, StoreError, store_errors
 
 
@@ -153,6 +153,29 @@ class StoreReader:
             for row in self._connection.execute(query, [value for _, value in wanted if value is not None]):
                 yield dict(row)
 
+    def by_steps(self, size: int) -> list[dict[str, Any]]:
+        """One row for each ``size`` steps, ascending: what became of the trajectories that have ended.
+
+        ``first`` is the first step of the row; ``groups`` and ``trained`` count what was trained, ``staleness`` is its
+        largest, ``reward`` its mean, ``tokens`` all after the prompts, None once any are pruned.
+
+        What was not trained counts in the step that was being made when its group ended; in the last row, ``first``
+        None, when that step is not done.
+        """
+        trained = f"CASE WHEN t.state = '{TRAINED}' THEN"
+        return [dict(row) for row in self._rows(
+            "SELECT CASE WHEN g.ended_at < steps_done THEN g.ended_at / :size * :size END AS first, "
+            f"COUNT(DISTINCT {trained} t.group_id END) AS groups, SUM(t.state = '{TRAINED}') AS trained, "
+            f"SUM(t.state = '{DROPPED}') AS dropped, SUM(t.state = '{FAILED}') AS failed, "
+            f"MAX({trained} g.step - t.oldest_version END) AS staleness, AVG({trained} t.reward END) AS reward, "
+            f"CASE WHEN COUNT({trained} s.group_id END) = SUM(t.state = '{TRAINED}') "
+            f"THEN SUM({trained} LENGTH(s.tokens) / {TOKEN_BYTES} - s.prompt_length END) END AS tokens "
+            "FROM progress, trajectories t JOIN groups g USING (group_id) "
+            "LEFT JOIN samples s ON s.group_id = t.group_id AND s.sample_index = t.sample_index "
+            f"WHERE t.state IN ('{TRAINED}', '{DROPPED}', '{FAILED}') GROUP BY first ORDER BY first IS NULL, first",
+            {"size": size},
+        )]  # fmt: skip
+
     def trajectory(self, group_id: int, sample_index: int) -> Trajectory | None:
         """One trajectory with its tokens; None when none are stored (any more). Routed experts are left out."""
         rows = self._sample_rows("s.group_id = ? AND s.sample_index = ?", (group_id, sample_index))
@@ -160,7 +183,7 @@ class StoreReader:
 
     # --- internals ----------------------------------------------------------------------------
 
-    def _rows(self, query: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
+    def _rows(self, query: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
         with store_errors(self._path):
             return self._connection.execute(query, parameters).fetchall()
 

@@ -18,6 +18,9 @@ COLUMNS = (
     "checksum",
 )  # fmt: skip
 
+#: Of one token in the column ``tokens``.
+TOKEN_BYTES = 4
+
 ROUTING_COLUMNS = ("group_id", "sample_index", "bytes_each", "layers", "top_k", "experts", "checksum")
 
 
@@ -45,7 +48,7 @@ def to_row(trajectory: Trajectory) -> tuple[Any, ...]:
         trajectory.group_id,
         trajectory.sample_index,
         trajectory.prompt_length,
-        trajectory.tokens.astype("<i4").tobytes(),
+        trajectory.tokens.astype(f"<i{TOKEN_BYTES}").tobytes(),
         np.packbits(trajectory.loss_mask).tobytes(),
         trajectory.behavior_logprobs.astype("<f4").tobytes(),
         json.dumps(turns, separators=(",", ":")),
@@ -67,7 +70,7 @@ def from_row(
             "restore the file from a copy or start a new run"
         )
     group_id, sample_index, prompt_length, tokens, mask, logprobs, turns, reward, info = values
-    ids = np.frombuffer(tokens, "<i4").astype(np.int32)
+    ids = np.frombuffer(tokens, f"<i{TOKEN_BYTES}").astype(np.int32)
     return Trajectory(
         group_id=group_id,
         sample_index=sample_index,
