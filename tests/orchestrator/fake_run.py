@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.ports import HeldPort
 from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.config.process import ProcessContext
 from vcpo_megatron.config.run_directory import Manifest, RunDirectory
@@ -446,12 +446,6 @@ class FakeLearner(threading.Thread):
 # --- a whole run ------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 @dataclass
 class FakeRun:
     """One attempt of a run in ``run_dir``; change its parts before ``run``."""
@@ -467,9 +461,10 @@ class FakeRun:
 
     def __post_init__(self) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._port = HeldPort()
         self.context = ProcessContext(
             run_dir=self.run_dir, attempt=self.attempt, resume_step=self.resume_step, token="t",
-            control=f"tcp://127.0.0.1:{free_port()}", server_ports=(),
+            control=f"tcp://127.0.0.1:{self._port.port}", server_ports=(),
         )  # fmt: skip
         self.learner = FakeLearner(self.context)
 
@@ -501,6 +496,7 @@ class FakeRun:
             if beside is not None:
                 beside.cancel()
             control.close()
+            self._port.release()
             # One that was never heard of is told nothing, and goes on.
             await asyncio.to_thread(self.learner.join, 10.0 if controller._link._connected else 0.5)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.ports import HeldPort
 from tests.rollout.conftest import ROOT, VOCABULARY, Versions
 from vcpo_megatron.orchestrator.tasks import run_beside
 from vcpo_megatron.rollout.client import ServerClient, ServerError
@@ -47,13 +47,9 @@ def under_fire(versions: Versions, tmp_path_factory: pytest.TempPathFactory) -> 
     """under_fire(work) runs ``await work(fleet)`` over two servers that hold version 1.0, bounded."""
     folder = tmp_path_factory.mktemp("fleet")
 
-    def free_port() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
-
     def run(work: Callable[[Fleet], Awaitable[None]]) -> None:
-        ports = [free_port(), free_port()]
+        held = [HeldPort(), HeldPort()]
+        ports = [each.port for each in held]
 
         def launch(index: int) -> subprocess.Popen[bytes]:
             command = [sys.executable, "-m", "vcpo_megatron.rollout.embedded", "--model-path", str(versions.folder),
@@ -84,7 +80,11 @@ def under_fire(versions: Versions, tmp_path_factory: pytest.TempPathFactory) -> 
             finally:
                 await fleet.stop()
 
-        asyncio.run(asyncio.wait_for(main(), 240))
+        try:
+            asyncio.run(asyncio.wait_for(main(), 240))
+        finally:
+            for each in held:
+                each.release()
 
     return run
 

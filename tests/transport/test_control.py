@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import msgpack
 import pytest
 import zmq
 
+from tests.ports import HeldPort
 from tests.transport.samples import MESSAGES, TOKEN, same
 from vcpo_megatron.transport import messages
 from vcpo_megatron.transport.control import ControlClient, ControlServer
@@ -34,10 +34,10 @@ PATIENCE_S = 30.0
 
 
 @pytest.fixture
-def address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+def address() -> Iterator[str]:
+    held = HeldPort()
+    yield f"tcp://127.0.0.1:{held.port}"
+    held.release()
 
 
 def run(scenario: Callable[[ControlServer], Awaitable[None]], address: str) -> None:
