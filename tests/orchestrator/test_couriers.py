@@ -14,7 +14,7 @@ from vcpo_megatron.orchestrator.checksums import ChecksumBook, ChecksumError
 from vcpo_megatron.orchestrator.couriers import Couriers, GroupCourier
 from vcpo_megatron.orchestrator.tasks import RunError, run_beside
 from vcpo_megatron.orchestrator.weight_sync import SyncError, WeightSync
-from vcpo_megatron.orchestrator.weight_update import Updater
+from vcpo_megatron.orchestrator.weight_update import Updater, Wave
 from vcpo_megatron.rollout.client import ServerError, ServerUnavailable
 from vcpo_megatron.rollout.fleet import Changes, Fleet
 from vcpo_megatron.rollout.server_info import ServerInfo
@@ -484,7 +484,7 @@ def test_the_ranks_of_joined_servers_follow_one_another_in_the_group() -> None:
 
         groups = GroupCourier(tell, prefix="g", timeout_s=2.0)
         sender.heard = groups.heard
-        await groups.prepare(fleet.servers)
+        await groups.prepare(Wave(fleet.servers, planned(0)))
         assert opened == [8]
         joined = [event for client in clients for event in client.events if event.startswith("join")]
         assert joined == ["join g-1 as 1 of 8", "join g-1 as 2 of 8", "join g-1 as 6 of 8"]
@@ -522,6 +522,30 @@ def test_a_refused_bucket_of_text_stops_the_sender_and_each_is_tried_alone() -> 
         assert sender.told == ["send 1.0", "stop", "send 1.0", "send 1.0"]
 
     with_texts(work)
+
+
+def test_the_one_server_that_is_late_is_replaced_and_the_other_is_updated_at_once() -> None:
+    """In a bucket of text, and in a step of the protocol: the deadline is not waited for once more."""
+
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Texts) -> None:
+        async def hang(*bucket: int) -> None:
+            await asyncio.sleep(60)
+
+        clients[0].bucket_fault = hang
+        sync.offer(text(0))
+        await fleet.changes.until(lambda: clients[0].events.count("start") == 2 or None, 20)
+        clients[0].bucket_fault = GroupClient.bucket_fault.__get__(clients[0])
+        await sync.all_loaded(0)
+        assert sender.told == ["send 1.0", "stop", "send 1.0", "send 1.0"]
+        pause, clients[1].pause = clients[1].pause, hang
+        sync.offer(text(1))
+        await fleet.changes.until(lambda: clients[1].events.count("start") == 2 or None, 20)
+        clients[1].pause = pause
+        await sync.all_loaded(1)
+        assert [told for told in sender.told[4:] if told != "release 1.0"] == ["stop", "send 1.1", "send 1.1"]
+        assert [client.events.count("start") for client in clients] == [2, 2]
+
+    with_texts(work, timeout_s=1.5, max_restarts=1)
 
 
 def test_a_sender_of_text_that_fails_and_then_is_silent_ends_the_run_and_no_server_is_blamed() -> None:

@@ -56,7 +56,7 @@ class Direct:
     async def send(self, wave: Wave) -> dict[str, str]:
         (server,) = wave.servers
         for text in bucket_texts(wave.weights.version):
-            await blaming(server, server.client.update_weights_from_tensor(text, str(wave.weights.version)))
+            await blaming(wave, server, server.client.update_weights_from_tensor(text, str(wave.weights.version)))
         return {}
 
     async def failed(self, reason: str) -> None:

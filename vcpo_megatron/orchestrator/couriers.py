@@ -78,9 +78,9 @@ class TensorCourier:
             case WeightsBucket(name) | WeightsSent(name) | SendingFailed(name) if name == self._name:
                 self._inbox.put_nowait(message)
 
-    async def prepare(self, servers: Sequence[Server]) -> None:
+    async def prepare(self, wave: Wave) -> None:
         """RunError for a joined server of several ranks, which only it knows of."""
-        for server in servers:
+        for server in wave.servers:
             if (ranks := server.client.info.ranks) > 1:
                 raise RunError(
                     f"{server.name} at {server.client.base_url} has {ranks} tensor-parallel ranks, and weights go by "
@@ -96,7 +96,7 @@ class TensorCourier:
                 match await _in_time(self._inbox.get(), self._timeout_s):
                     case WeightsBucket(_, number, text):
                         wave.at = f"bucket {number + 1} of {len(weights.plan)}"
-                        await run_all(*(blaming(server, _load(server, text, wave)) for server in wave.servers))
+                        await run_all(*(blaming(wave, server, _load(server, text, wave)) for server in wave.servers))
                         await self._tell(BucketTaken(name, number))
                         del text  # else two would be held while the next one comes
                     case WeightsSent(_, _, checksums):
@@ -121,7 +121,7 @@ async def _load(server: Server, text: bytes, wave: Wave) -> None:
 class DiskCourier:
     session, together = False, False
 
-    async def prepare(self, servers: Sequence[Server]) -> None:
+    async def prepare(self, wave: Wave) -> None:
         pass
 
     async def send(self, wave: Wave) -> dict[str, str]:
@@ -130,7 +130,9 @@ class DiskCourier:
         version = str(weights.version)
         await run_all(
             *(
-                blaming(server, server.client.update_weights_from_disk(weights.path, version, flush_cache=False))
+                blaming(
+                    wave, server, server.client.update_weights_from_disk(weights.path, version, flush_cache=False)
+                )
                 for server in wave.servers
             )
         )
@@ -171,8 +173,9 @@ class GroupCourier:
                     if future is not None and not future.done():
                         future.set_exception(SenderLost(message.reason))
 
-    async def prepare(self, servers: Sequence[Server]) -> None:
+    async def prepare(self, wave: Wave) -> None:
         """Have the wave's group, opening it when it is new or a server's process is."""
+        servers = wave.servers
         key = _key(servers)
         if key in self._groups:
             return
@@ -187,6 +190,7 @@ class GroupCourier:
         await run_all(
             *(
                 blaming(
+                    wave,
                     server,
                     server.client.init_weights_update_group(
                         opened.address, opened.port, offset, size, name, opened.backend
@@ -204,7 +208,8 @@ class GroupCourier:
         self._sent = asyncio.get_running_loop().create_future()
         await self._tell(SendWeights(name, wave.weights.version))
         *_, sent = await run_all(
-            *(blaming(server, self._buckets(wave, server, name)) for server in wave.servers), self._answer(self._sent)
+            *(blaming(wave, server, self._buckets(wave, server, name)) for server in wave.servers),
+            self._answer(self._sent),
         )
         assert isinstance(sent, WeightsSent)
         return sent.checksums

@@ -16,7 +16,8 @@ once while none serves. Every server has a version of its own, and skips version
 An evaluating server's target stays the pinned version until ``unpin``: its updates are deferred, not missed. A refused
 update is tried once more, whole; then the run ends. A server that does not take an update within
 ``rollout.sync_timeout_s`` is replaced if it may be restarted, else the run ends. Of a wave that shares a broadcast it
-is not known for certain who failed: its servers are then updated again, each alone.
+is not known for certain who failed: its servers are then updated again, each alone, unless all but one had answered
+when time ran out.
 """
 
 from __future__ import annotations
@@ -206,16 +207,19 @@ class WeightSync:
                 server.updating = False
 
     async def _failed(self, wave: Wave, error: Exception, *, by_learner: bool = False) -> None:
-        """The wave's servers hold no known version. Which of them failed is known when there is only one."""
+        """The wave's servers hold no known version. Which of them failed is known when there is only one, or when time
+        ran out for only one."""
         for server in wave.servers:
             self._fleet.missed(server)
         version = wave.weights.version
-        if len(wave.servers) > 1:
+        late = wave.waits_for if isinstance(error, TimeoutError) else set()
+        if len(wave.servers) > 1 and len(late) != 1:
             self._alone |= set(wave.servers)
             names = ", ".join(server.name for server in wave.servers)
             print(f"weights {version} did not reach {names} ({_why(wave, error)}); trying each alone", flush=True)
             return
-        (server,), (life,) = wave.servers, wave.lives
+        server = next(iter(late), wave.servers[0])
+        life = wave.lives[wave.servers.index(server)]
         if not self._fleet.check(server, life):
             return  # it died; supervision restarts it, or has done so
         if isinstance(error, ServerUnavailable | TimeoutError):

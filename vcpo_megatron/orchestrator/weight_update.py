@@ -30,12 +30,13 @@ FAILURES = (ServerError, ServerUnavailable, ProtocolError, ChecksumError)
 @dataclass(eq=False)
 class Wave:
     """``servers``, in the ``lives`` that they have now, on their way to ``weights``; ``at`` is the step that is being
-    done."""
+    done, and ``waits_for`` are those that were asked and have not answered."""
 
     servers: Sequence[Server]
     weights: WeightsReady
     at: str = "prepare"
     lives: Sequence[int] = field(init=False)
+    waits_for: set[Server] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.lives = [server.life for server in self.servers]
@@ -62,7 +63,7 @@ class Courier(Protocol):
         """Whether the servers of a wave are updated by one broadcast."""
         ...
 
-    async def prepare(self, servers: Sequence[Server]) -> None:
+    async def prepare(self, wave: Wave) -> None:
         """What can be done while the servers still generate."""
         ...
 
@@ -79,12 +80,14 @@ class Courier(Protocol):
         ...
 
 
-async def blaming(server: Server, act: Coroutine[Any, Any, None]) -> None:
-    """Run ``act``; its failure as WaveFailed of ``server``."""
+async def blaming(wave: Wave, server: Server, act: Coroutine[Any, Any, None]) -> None:
+    """Run ``act``, for which the wave waits; its failure as WaveFailed of ``server``."""
+    wave.waits_for.add(server)
     try:
         await act
     except FAILURES as error:
         raise WaveFailed(server, error) from error
+    wave.waits_for.remove(server)  # not when it is cancelled: then it is the one that was late
 
 
 class Updater:
@@ -110,7 +113,7 @@ class Updater:
 
     async def _steps(self, wave: Wave) -> None:
         courier, version = self.courier(wave.weights), str(wave.weights.version)
-        await courier.prepare(wave.servers)
+        await courier.prepare(wave)
         await self._each(wave, "pause", lambda server: server.client.pause(self._pause_mode))
         if courier.session:
             await self._each(wave, "begin", self._begin)
@@ -124,7 +127,7 @@ class Updater:
 
     async def _each(self, wave: Wave, step: str, act: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
         wave.at = step
-        await run_all(*(blaming(server, act(server)) for server in wave.servers))
+        await run_all(*(blaming(wave, server, act(server)) for server in wave.servers))
 
     async def _begin(self, server: Server) -> None:
         if server in self._unfinished:  # else some servers refuse to begin
