@@ -47,6 +47,7 @@ def command(process):
 
 config = RunConfig.model_validate(order["config"])
 signal.pthread_sigmask(signal.SIG_BLOCK, order["blocked"])
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the suite runs under nohup, and then left so
 sys.exit(run(config, RunDirectory(Path(order["directory"])), Options(**order["options"]), command=command))
 """
 
