@@ -134,7 +134,7 @@ class Run:
         for name in ("orchestrator.0", "learner.0", "learner.1"):
             self.pid(name)
 
-    def nothing_left(self, limit_s: float = 20.0) -> None:
+    def nothing_left(self, limit_s: float = 5.0) -> None:
         """Also members and escaped ones."""
         wait_for(lambda: not self._alive(), f"these to be gone: {self._alive()}", limit_s)
 
@@ -299,7 +299,7 @@ def test_a_death_ends_the_run_with_one_line(tmp_path: Path, name: str, says: str
         start = time.monotonic()
         (tmp_path / "go").touch() if how == "error" else os.kill(run.pid(name), signal.SIGKILL)
         code, out, err = run.wait()
-        assert time.monotonic() - start < 25
+        assert time.monotonic() - start < 10
         line = error_line(code, err)
         log = tmp_path / "logs" / f"{name}.log"
         if how == "error":
@@ -378,7 +378,7 @@ def test_kill_9_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
     with started(tmp_path, escape=False, orchestrator=SLEEP, learner=SLEEP) as run:
         run.all_started()
         run.process.kill()
-        run.nothing_left()
+        run.nothing_left(limit_s=10.0)
         assert len(run.pids()) == 6
 
 
@@ -440,7 +440,7 @@ def test_second_signal_ends_at_once(tmp_path: Path) -> None:
         start = time.monotonic()
         run.process.send_signal(signal.SIGINT)
         code, out, err = run.wait()
-        assert (code, err) == (130, "") and time.monotonic() - start < 25
+        assert (code, err) == (130, "") and time.monotonic() - start < 3
         run.nothing_left()
 
 
@@ -715,7 +715,7 @@ wait("stop")
 """
     with started(tmp_path, orchestrator=server) as run:
         left = run.pid("left")
-        wait_for(lambda: not psutil.pid_exists(left), "what the dead server left to be reaped")
+        wait_for(lambda: not psutil.pid_exists(left), "what the dead server left to be reaped", 20)
         (tmp_path / "stop").touch()
         code, _, _ = run.wait()
     assert code == 0

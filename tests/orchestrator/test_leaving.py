@@ -59,7 +59,7 @@ def test_a_step_that_is_too_long_is_left_and_taken_again_to_the_same_bits(
     whole = run_of(tmp_path / "whole", settings(lag))
     whole.run()
     run, seconds = stopped_in_a_step(tmp_path / "run", lag, grace_s=2.0)
-    assert 0.9 < seconds < 20.0  # half of the grace for the step; it would have taken a minute
+    assert 0.9 < seconds < 4.0  # half of the grace for the step; it would have taken a minute
     assert run.learner.left == [AT] and run.learner.checkpoints[-1] == AT
     assert [row["step"] for row in run.rows()] == list(range(AT))
     with RolloutStore.open_readonly(tmp_path / "run" / "rollouts.sqlite") as store:
@@ -109,7 +109,7 @@ def test_exact_lag_does_not_wait_for_what_it_still_samples(step_s: float, grace_
     slow_sampling(run, from_prompt=10)
     began = time.monotonic()
     assert run.run() == "stopped by signal"
-    assert time.monotonic() - began < 30.0
+    assert time.monotonic() - began < 10.0
     # left: what was before step 3 is saved; done: step 4 could never get its batch, so step_2 stays the newest
     assert run.learner.left == ([3] if step_s else [])
     assert run.context.directory.complete_steps()[-1] == (3 if step_s else 2)

@@ -67,7 +67,7 @@ def test_two_receivers_get_every_bucket_and_a_kill_ends_the_wait_for_the_next(br
     for thread in threads:
         thread.join(PATIENCE_S)
     assert all(torch.equal(a, b) for rank in got for a, b in zip(got[rank], sent, strict=True))
-    assert all(ended[rank] - killed < PATIENCE_S / 2 for rank in got)  # not at the deadline of the group
+    assert all(ended[rank] - killed < 5.0 for rank in got)
 
 
 def test_a_broadcast_that_nobody_takes_is_given_up_by_what_poll_raises(broadcaster: Broadcaster) -> None:

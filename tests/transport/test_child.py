@@ -167,7 +167,7 @@ def test_stop_ends_the_whole_group_and_returns_the_exit_code(
             assert not is_gone(grandchild)
         start = time.monotonic()
         assert stop_child(process, grace_s=grace_s) == code
-        assert time.monotonic() - start < PATIENCE_S
+        assert time.monotonic() - start < 5
         wait_for(lambda: is_gone(grandchild), "the grandchild, which ignores SIGTERM, to be killed")
         assert stop_child(process, grace_s=0.5) == code  # once more is harmless
 
