@@ -507,3 +507,24 @@ class FakeRun:
     def staleness(self) -> list[int]:
         """Of every trajectory that the learner was given."""
         return [b.step - t.oldest_version for b in self.learner.batches for g in b.groups for t in g.trajectories]
+
+
+def stopped_while_it_samples(run: FakeRun) -> float:
+    """Stop ``run`` once an episode hangs; the seconds that its end took."""
+    stepping: list[Example] = []
+    stopped_at = 0.0
+
+    def hangs(example: Example) -> float:
+        stepping.append(example)
+        return 120.0
+
+    async def stop(run: FakeRun, controller: Controller) -> None:
+        nonlocal stopped_at
+        while not stepping:
+            await asyncio.sleep(0.005)
+        stopped_at = time.monotonic()
+        controller.request_stop("stopped by signal")
+
+    run.environment.delay_s, run.during = hangs, stop
+    assert run.run() == "stopped by signal"
+    return time.monotonic() - stopped_at

@@ -391,16 +391,22 @@ def test_a_server_that_hangs_in_a_bucket_ends_the_run_naming_the_step() -> None:
         with_groups(work, servers=1, timeout_s=1.0)
 
 
+async def hangs(*_: Any) -> None:
+    await asyncio.sleep(60)
+
+
+async def replaced_in_a_bucket(fleet: Fleet, sync: WeightSync, client: Any, weights: WeightsReady) -> None:
+    """``client`` hangs in a bucket of ``weights``, is restarted, and takes them."""
+    client.bucket_fault = hangs
+    sync.offer(weights)
+    await fleet.changes.until(lambda: client.events.count("start") == 2 or None, 8)
+    client.bucket_fault = GroupClient.bucket_fault.__get__(client)
+    await sync.all_loaded(weights.version.number)
+
+
 def test_a_hanging_server_is_replaced_where_it_may_be_and_the_other_does_not_wait_for_it_twice() -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Sender) -> None:
-        async def hang(number: int) -> None:
-            await asyncio.sleep(60)
-
-        clients[0].bucket_fault = hang
-        sync.offer(planned(0))
-        await fleet.changes.until(lambda: clients[0].events.count("start") == 2 or None, 8)
-        clients[0].bucket_fault = GroupClient.bucket_fault.__get__(clients[0])
-        await sync.all_loaded(0)
+        await replaced_in_a_bucket(fleet, sync, clients[0], planned(0))
         assert clients[1].events.count("start") == 1
 
     with_groups(work, timeout_s=1.0, max_restarts=2)
@@ -528,16 +534,9 @@ def test_the_one_server_that_is_late_is_replaced_and_the_other_is_updated_at_onc
     """In a bucket of text, and in a step of the protocol: the deadline is not waited for once more."""
 
     async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Texts) -> None:
-        async def hang(*bucket: int) -> None:
-            await asyncio.sleep(60)
-
-        clients[0].bucket_fault = hang
-        sync.offer(text(0))
-        await fleet.changes.until(lambda: clients[0].events.count("start") == 2 or None, 20)
-        clients[0].bucket_fault = GroupClient.bucket_fault.__get__(clients[0])
-        await sync.all_loaded(0)
+        await replaced_in_a_bucket(fleet, sync, clients[0], text(0))
         assert sender.told == ["send 1.0", "stop", "send 1.0", "send 1.0"]
-        pause, clients[1].pause = clients[1].pause, hang
+        pause, clients[1].pause = clients[1].pause, hangs
         sync.offer(text(1))
         await fleet.changes.until(lambda: clients[1].events.count("start") == 2 or None, 20)
         clients[1].pause = pause

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.orchestrator.crash_images import run_of
-from tests.orchestrator.fake_run import FakeRun
+from tests.orchestrator.fake_run import FakeRun, stopped_while_it_samples
 from tests.orchestrator.test_crash_points import EXPECTED, comparable, learner, resume_and_check, settings
 from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.orchestrator.store import RolloutStore
@@ -118,20 +118,8 @@ def test_exact_lag_does_not_wait_for_what_it_still_samples(step_s: float, grace_
 
 
 def test_exact_lag_stops_while_its_first_batch_is_sampled(tmp_path: Path) -> None:
-    stepping: list[Any] = []
-
-    def hangs(example: Any) -> float:
-        stepping.append(example)
-        return 120.0
-
-    async def stop(run: FakeRun, controller: Any) -> None:
-        while not stepping:
-            await asyncio.sleep(0.005)
-        controller.request_stop("stopped by signal")
-
     run = run_of(tmp_path / "run", with_grace("exact", 600.0))
-    run.during, run.environment.delay_s = stop, hangs
-    assert run.run() == "stopped by signal"
+    assert stopped_while_it_samples(run) < 8.0
     assert run.learner.batches == [] and run.environment.closed > 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
+from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config, stopped_while_it_samples
 from vcpo_megatron.config.run_directory import RunDirectory
 from vcpo_megatron.orchestrator import servers
 from vcpo_megatron.orchestrator.recorder import Recorder
@@ -130,19 +130,8 @@ def test_a_stop_during_the_start_ends_without_a_step(tmp_path: Path) -> None:
 
 
 def test_a_stop_does_not_wait_for_a_slow_environment(tmp_path: Path) -> None:
-    stepping: list[Any] = []
-
-    def hangs(example: Any) -> float:
-        stepping.append(example)
-        return 120.0
-
-    async def stop(run: FakeRun, controller: Any) -> None:
-        while not stepping:
-            await asyncio.sleep(0.005)
-        controller.request_stop("stopped by signal")
-
-    run = FakeRun(tmp_path, config(), environment=FakeEnvironment(delay_s=hangs), during=stop)
-    assert run.run() == "stopped by signal"
+    run = FakeRun(tmp_path, config())
+    assert stopped_while_it_samples(run) < 5.0
     assert run.environment.closed > 0
 
 
