@@ -16,6 +16,9 @@ from typing import Any
 
 from .cli_parts import DONE, FAILED, INTERRUPTED, PIPE_CLOSED, add_command, positive, refuse
 
+#: Of a report, where it is not said how many.
+_ROWS = 40
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
@@ -103,7 +106,7 @@ def _add_report(commands: Any) -> None:
         "--rows",
         type=positive,
         metavar="N",
-        help="rows of steps at most; a longer run has 2, 5, 10, 20, ... steps a row (default: 40)",
+        help=f"rows of steps at most; a longer run has 2, 5, 10, 20, ... steps a row (default: {_ROWS})",
     )
     parser.add_argument("--step", type=int, metavar="N", help="the trajectories that step N consumed")
     parser.add_argument("--prompt", metavar="ID", help="the trajectories of this prompt")
@@ -179,7 +182,7 @@ def _report(args: argparse.Namespace) -> int:
                 spoken = Spoken(store, directory) if args.text else None
                 print_history(store, step=args.step, prompt_id=args.prompt, as_json=args.json, spoken=spoken)
             else:
-                print_summary(store, most_rows=args.rows or 40)
+                print_summary(store, most_rows=args.rows or _ROWS)
     except (StoreError, ConfigError) as error:
         return refuse([str(error)], FAILED)
     return DONE
