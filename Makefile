@@ -29,6 +29,7 @@ $(SMOLLM): | $(VENV)/.installed
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
 $(VENV)/.python:

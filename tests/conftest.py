@@ -81,11 +81,19 @@ def process_state() -> Iterator[None]:
 
 
 TINY_CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 12, "hidden_size": 8,
-    "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 64, "tie_word_embeddings": False, "hidden_act": "silu",
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 12,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
     "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-}  # fmt: skip
+}
 #: The tensors of TINY_CONFIG, written out: head size 2, so queries are 8 wide, keys and values 4.
 TINY_TENSORS: dict[str, list[int]] = {
     "model.embed_tokens.weight": [12, 8],
@@ -132,12 +140,26 @@ def write_model_folder(folder: Path, changes: Mapping[str, Any] | None = None) -
     write_safetensors(folder / "model.safetensors", TINY_TENSORS)
     vocabulary = {**{str(digit): digit for digit in range(10)}, "=": 10}
     tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
-        "added_tokens": [{"id": 11, "content": "<eos>", "single_word": False, "lstrip": False, "rstrip": False,
-                          "normalized": False, "special": True}],
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "normalizer": None,
+        "post_processor": None,
+        "added_tokens": [
+            {
+                "id": 11,
+                "content": "<eos>",
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
-        "decoder": {"type": "Fuse"}, "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "="},
-    }  # fmt: skip
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "="},
+    }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 

@@ -39,10 +39,24 @@ RESERVED: dict[str, tuple[str, ...]] = {
 }
 #: Modules that work where torch cannot be imported; a package stands for all of its modules.
 TORCH_FREE = (
-    "types", "config", "environments", "orchestrator", "launch", "planning", "observability", *COMMAND_LINE,
-    "rollout.protocol", "rollout.client", "rollout.fleet", "rollout.agent_loop", "rollout.chat",
-    "transport.messages", "transport.frames", "transport.control", "transport.child",
-)  # fmt: skip
+    "types",
+    "config",
+    "environments",
+    "orchestrator",
+    "launch",
+    "planning",
+    "observability",
+    *COMMAND_LINE,
+    "rollout.protocol",
+    "rollout.client",
+    "rollout.fleet",
+    "rollout.agent_loop",
+    "rollout.chat",
+    "transport.messages",
+    "transport.frames",
+    "transport.control",
+    "transport.child",
+)
 
 
 def module_files() -> dict[str, Path]:

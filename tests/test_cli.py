@@ -181,8 +181,13 @@ def test_far_too_many_ranks_are_refused_at_once(toml: Path, capsys: pytest.Captu
 def test_output_that_cannot_be_written(toml: Path, redirection: str, code: int, says: str) -> None:
     wait = "sleep 1; " if redirection.startswith("|") else ""  # the reader is gone by then
     command = f"({wait}exec {sys.executable} -m vcpo_megatron train {toml} --dry-run) {redirection}"
-    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], stderr=subprocess.PIPE, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert (done.returncode, done.stderr) == (code, says)
 
 
@@ -240,9 +245,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_all_else(
     done(store(Path("r"), toml), 5, "")
     resume = ["train", str(toml), "--run-dir", "r", "--resume"]
     assert cli.main([*resume, "--from-step", "50"]) == 2
-    assert errors(capsys) == [
-        "--from-step 50: r/checkpoints/step_50 is no complete checkpoint; complete are: step_5"
-    ]
+    assert errors(capsys) == ["--from-step 50: r/checkpoints/step_50 is no complete checkpoint; complete are: step_5"]
     (Path("r") / "checkpoints" / "step_5" / "manifest.json").write_text("")
     assert cli.main([*resume, "--dry-run"]) == 2 and started == []
     assert errors(capsys) == [
@@ -269,9 +272,7 @@ def test_fewer_steps_than_are_done_are_refused(
 ) -> None:
     done(store(Path("r"), toml), 5, '{"step": 4, "eval/version": 5}\n')
     assert cli.main(["train", str(toml), "--run-dir", "r", "--resume", "--set", "train.steps=4"]) == 2
-    assert errors(capsys) == [
-        "--resume: 5 steps are done already: train.steps = 4 is less; raise train.steps above 5"
-    ]
+    assert errors(capsys) == ["--resume: 5 steps are done already: train.steps = 4 is less; raise train.steps above 5"]
     assert started == []
 
 
@@ -285,15 +286,20 @@ def test_fewer_steps_than_are_done_are_refused(
     ],
 )
 def test_a_finished_run_starts_nothing(
-    toml: Path, started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], row: str, settings: list[str],
+    toml: Path,
+    started: list[dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    row: str,
+    settings: list[str],
     code: int,
-) -> None:  # fmt: skip
+) -> None:
     done(store(Path("r"), toml), 5, row)
     assert cli.main(["train", str(toml), "--run-dir", "r", "--resume", *settings]) == code
     out = capsys.readouterr().out
     assert len(started) == (code == 7)
-    assert out == ("" if code else "r: already finished: all 5 steps are done; to go on, raise train.steps "
-                   "(--set train.steps=N)\n")  # fmt: skip
+    assert out == (
+        "" if code else "r: already finished: all 5 steps are done; to go on, raise train.steps (--set train.steps=N)\n"
+    )
 
 
 def test_another_layout_goes_on_with_the_run(toml: Path, started: list[dict[str, Any]]) -> None:

@@ -44,14 +44,27 @@ def test_a_test_that_changes_the_process_fails_and_the_others_do_not(tmp_path: P
     (tmp_path / "test_culprits.py").write_text(CULPRITS)
     options = ["-q", "-rE", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-o", "timeout=50"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "test_culprits.py"], cwd=tmp_path, capture_output=True, text=True,
-        timeout=60, check=False, umask=0o022, env={"KEPT": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-    )  # fmt: skip
+        [sys.executable, "-m", "pytest", *options, "test_culprits.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        umask=0o022,
+        env={"KEPT": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+    )
     blamed = {line.split("::")[1].split()[0] for line in done.stdout.splitlines() if line.startswith("ERROR ")}
     assert blamed == {
-        "test_directory", "test_limit", "test_handler", "test_mask", "test_umask", "test_new_variable",
-        "test_lost_variable", "test_other_value", "test_fixture",
-    }, done.stdout  # fmt: skip
+        "test_directory",
+        "test_limit",
+        "test_handler",
+        "test_mask",
+        "test_umask",
+        "test_new_variable",
+        "test_lost_variable",
+        "test_other_value",
+        "test_fixture",
+    }, done.stdout
     assert "1 failed, 11 passed, 9 errors" in done.stdout
     for said in (
         "limit RLIMIT_FSIZE: ",

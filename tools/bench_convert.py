@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Seconds and peak memory of ``vcpo convert`` against copying the same bytes, and a projection for 70B and 405B.
 
-    python tools/bench_convert.py                 # a synthetic model of 2 GB, 3 rounds
-    python tools/bench_convert.py --quick         # 0.15 GB, 1 round: within a minute
-    python tools/bench_convert.py --json --folder /scratch
+python tools/bench_convert.py                 # a synthetic model of 2 GB, 3 rounds
+python tools/bench_convert.py --quick         # 0.15 GB, 1 round: within a minute
+python tools/bench_convert.py --json --folder /scratch
 """
 
 from __future__ import annotations
@@ -24,10 +24,20 @@ from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
 from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
 from vcpo_megatron.conversion.errors import ConversionError  # noqa: E402
 
-_FULL = {"vocab_size": 64000, "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 14,
-         "num_attention_heads": 16}  # fmt: skip
-_QUICK = {"vocab_size": 16000, "hidden_size": 768, "intermediate_size": 2688, "num_hidden_layers": 6,
-          "num_attention_heads": 8}  # fmt: skip
+_FULL = {
+    "vocab_size": 64000,
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 16,
+}
+_QUICK = {
+    "vocab_size": 16000,
+    "hidden_size": 768,
+    "intermediate_size": 2688,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+}
 
 
 def main() -> int:

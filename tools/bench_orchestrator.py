@@ -42,10 +42,17 @@ def main() -> int:
     fewer, short, long = (orchestrator.measure_apart(max(8, n // 8 * 8), tokens) for n, tokens in cases)
     token_s, growth = orchestrator.per_token(short, long), short.seconds_each / fewer.seconds_each
     if options.json:
-        print(json.dumps({
-            "benchmark": "orchestrator", "seconds_per_trajectory": short.seconds_each, "seconds_per_token": token_s,
-            "growth": growth, "results": [result.as_dict() for result in (fewer, short, long)],
-        }))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "benchmark": "orchestrator",
+                    "seconds_per_trajectory": short.seconds_each,
+                    "seconds_per_token": token_s,
+                    "growth": growth,
+                    "results": [result.as_dict() for result in (fewer, short, long)],
+                }
+            )
+        )
     else:
         print(orchestrator.table([fewer, short, long]))
         print(

@@ -36,9 +36,16 @@ def make_random_model(folder: Path) -> None:
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=512, hidden_size=64, intermediate_size=373, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=373,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+    )
     Qwen2ForCausalLM(config).float().save_pretrained(folder)
 
 

@@ -23,8 +23,14 @@ from vcpo_megatron.benchmarks import attacks, soak, staleness  # noqa: E402
 from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
 from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
 
-SETTINGS = ("train.steps=1000000", "optimizer.schedule=constant", "checkpoint.every=0",
-            "observability.tensorboard=false", "launch.learner_ranks=1", "parallel.tensor=1")  # fmt: skip
+SETTINGS = (
+    "train.steps=1000000",
+    "optimizer.schedule=constant",
+    "checkpoint.every=0",
+    "observability.tensorboard=false",
+    "launch.learner_ranks=1",
+    "parallel.tensor=1",
+)
 
 
 def main() -> int:
@@ -45,9 +51,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="vcpo-staleness-") as folder:
         try:
             found = staleness.compare(
-                seconds, seeds, options.config, Path(folder), [*SETTINGS, *options.settings],
+                seconds,
+                seeds,
+                options.config,
+                Path(folder),
+                [*SETTINGS, *options.settings],
                 say=attacks.say,
-            )  # fmt: skip
+            )
         except soak.SoakError as error:
             print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
             return 1

@@ -52,9 +52,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--pack-tokens", type=int, default=4096)
     parser.add_argument("--ways", default=",".join(CONTENDERS), help="contenders; plain is always one")
     parser.add_argument(
-        "--curve", default="", nargs="?", const=CURVE, metavar="LENGTHS",
+        "--curve",
+        default="",
+        nargs="?",
+        const=CURVE,
+        metavar="LENGTHS",
         help=f"in place of --median and groups: the same number of tokens at every median length; default {CURVE}",
-    )  # fmt: skip
+    )
     parser.add_argument("--quick", action="store_true", help="1M model, 2 groups of 4, median 64, 2 rounds")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
@@ -73,8 +77,9 @@ def works(arguments: argparse.Namespace) -> list[Work]:
         cases = [(n, max(1, CURVE_TOKENS // (8 * n)), max(2, min(8, CURVE_TOKENS // n))) for n in lengths]
     return [
         Work(model, *case, arguments.pack_tokens, rewards=arguments.rewards)
-        for model in arguments.model for case in cases
-    ]  # fmt: skip
+        for model in arguments.model
+        for case in cases
+    ]
 
 
 def main(argv: list[str]) -> int:

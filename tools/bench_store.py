@@ -49,11 +49,19 @@ def main() -> int:
             Path(folder), groups=groups, size=options.size, tokens=options.tokens, groups_per_minute=store.TARGET
         )
     if options.json:
-        print(json.dumps({
-            "benchmark": "store", "size": options.size, "tokens": options.tokens, "fsync_s": fsync_s,
-            "target_groups_per_minute": store.TARGET, "results": [result.as_dict() for result in results],
-            "offered": asdict(offered),
-        }))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "benchmark": "store",
+                    "size": options.size,
+                    "tokens": options.tokens,
+                    "fsync_s": fsync_s,
+                    "target_groups_per_minute": store.TARGET,
+                    "results": [result.as_dict() for result in results],
+                    "offered": asdict(offered),
+                }
+            )
+        )
     else:
         print(f"groups of {options.size} x {options.tokens} tokens, {groups} each time")
         print(store.table(results, offered, fsync_s))

@@ -22,10 +22,18 @@ from vcpo_megatron.benchmarks import attacks, chaos, soak  # noqa: E402
 from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
 
 SETTINGS = (
-    "train.steps=1000000", "train.eval_every=0", "checkpoint.every=20", "observability.tensorboard=false",
-    "launch.learner_ranks=1", "parallel.tensor=1", "rollout.servers=2", "rollout.max_restarts=1000000",
-    "rollout.health_interval_s=1", "rollout.health_timeout_s=5", "rollout.sync_timeout_s=20",
-)  # fmt: skip
+    "train.steps=1000000",
+    "train.eval_every=0",
+    "checkpoint.every=20",
+    "observability.tensorboard=false",
+    "launch.learner_ranks=1",
+    "parallel.tensor=1",
+    "rollout.servers=2",
+    "rollout.max_restarts=1000000",
+    "rollout.health_interval_s=1",
+    "rollout.health_timeout_s=5",
+    "rollout.sync_timeout_s=20",
+)
 #: A real server starts in a minute or two, and answers a question about its health in a second at least.
 SGLANG = ("rollout.engine=sglang", "rollout.start_timeout_s=600", "rollout.health_timeout_s=8")
 

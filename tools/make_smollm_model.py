@@ -68,8 +68,13 @@ def read_tensors(reader: Any, heads: int, kv_heads: int) -> dict[str, np.ndarray
 def model_config(field: Any, tied: bool) -> dict[str, Any]:
     """config.json; ``field`` looks up a key of the GGUF file."""
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_act": "silu",
-        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": tied,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": tied,
         "vocab_size": int(field("llama.vocab_size")),
         "hidden_size": int(field("llama.embedding_length")),
         "intermediate_size": int(field("llama.feed_forward_length")),
@@ -82,7 +87,7 @@ def model_config(field: Any, tied: bool) -> dict[str, Any]:
         "bos_token_id": int(field("tokenizer.ggml.bos_token_id")),
         "eos_token_id": int(field("tokenizer.ggml.eos_token_id")),
         "pad_token_id": int(field("tokenizer.ggml.padding_token_id")),
-    }  # fmt: skip
+    }
 
 
 def convert(gguf_file: Path, out: Path) -> None:

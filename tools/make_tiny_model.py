@@ -59,17 +59,34 @@ class Size:
 def tokenizer_files() -> dict[str, str]:
     """Name -> content of the tokenizer's files: one token a character, anything else is an error."""
     characters = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
-    eos = {"id": EOS, "content": "<eos>", "single_word": False, "lstrip": False, "rstrip": False,
-           "normalized": False, "special": True}  # fmt: skip
+    eos = {
+        "id": EOS,
+        "content": "<eos>",
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [eos], "normalizer": None,
-        "pre_tokenizer": characters, "post_processor": None, "decoder": {"type": "Fuse"},
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [eos],
+        "normalizer": None,
+        "pre_tokenizer": characters,
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "<unk>"},
-    }  # fmt: skip
+    }
     settings = {  # without "unk_token": None transformers adds a thirteenth token for Qwen2
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<eos>", "unk_token": None,
-        "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE,
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "<eos>",
+        "unk_token": None,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
     return {
         "tokenizer.json": json.dumps(tokenizer, indent=1) + "\n",
         "tokenizer_config.json": json.dumps(settings, indent=1) + "\n",
@@ -80,11 +97,20 @@ def build_model(size: Size, seed: int) -> Qwen2ForCausalLM:
     """Random float32 Qwen2 with untied embeddings; changes torch's global seed."""
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=len(VOCABULARY), hidden_size=size.hidden, intermediate_size=size.ffn,
-        num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.kv_heads,
-        max_position_embeddings=size.context, tie_word_embeddings=False, initializer_range=0.05,
-        bos_token_id=None, eos_token_id=EOS, pad_token_id=EOS, dtype="float32",
-    )  # fmt: skip
+        vocab_size=len(VOCABULARY),
+        hidden_size=size.hidden,
+        intermediate_size=size.ffn,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=size.context,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
+        dtype="float32",
+    )
     return Qwen2ForCausalLM(config).float().eval()
 
 

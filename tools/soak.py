@@ -20,8 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vcpo_megatron.benchmarks import attacks, soak  # noqa: E402
 from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
 
-SETTINGS = ("train.steps=1000000", "train.eval_every=0", "checkpoint.every=5", "rollout.max_restarts=1000000",
-            "observability.tensorboard=false")  # fmt: skip
+SETTINGS = (
+    "train.steps=1000000",
+    "train.eval_every=0",
+    "checkpoint.every=5",
+    "rollout.max_restarts=1000000",
+    "observability.tensorboard=false",
+)
 #: The quick form: one learner rank, so that a start costs fewer imports.
 QUICK = ("launch.learner_ranks=1", "parallel.tensor=1", "checkpoint.every=2")
 

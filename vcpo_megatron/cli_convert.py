@@ -50,9 +50,12 @@ def _add_import(actions: Any) -> None:
         )
     parser.add_argument("--dtype", choices=_DTYPES, help="default: that of the files")
     parser.add_argument(
-        "--vocab-multiple", type=positive, default=128, metavar="N",
+        "--vocab-multiple",
+        type=positive,
+        default=128,
+        metavar="N",
         help="the vocabulary is padded to a multiple of this; as model.vocab_multiple (default: %(default)s)",
-    )  # fmt: skip
+    )
     _add_quiet(parser)
 
 

@@ -112,8 +112,10 @@ def _train(args: argparse.Namespace) -> int:
     for note in run.notes:
         print(f"vcpo: {note}", file=sys.stderr)
     if args.resume and args.from_step is None and _is_finished(run):
-        print(f"{run.directory}: already finished: all {run.config.train.steps} steps are done; to go on, raise "
-              "train.steps (--set train.steps=N)")  # fmt: skip
+        print(
+            f"{run.directory}: already finished: all {run.config.train.steps} steps are done; to go on, raise "
+            "train.steps (--set train.steps=N)"
+        )
         return DONE
     if args.dry_run:
         print(dump_resolved(run.config))
@@ -157,10 +159,12 @@ def _resumed_run(args: argparse.Namespace) -> _Run:
     if refused:
         raise ConfigError(refused)
     if config.train.steps < done:
-        raise ConfigError([
-            f"--resume: {done} steps are done already: train.steps = {config.train.steps} is less; raise train.steps "
-            f"above {done}"
-        ])  # fmt: skip
+        raise ConfigError(
+            [
+                f"--resume: {done} steps are done already: train.steps = {config.train.steps} is less; raise "
+                f"train.steps above {done}"
+            ]
+        )
     given = flatten(load_config(args.config, args.overrides))
     differing = [f"{key} (run: {after[key]}, file: {given[key]})" for key in after if given[key] != after[key]]
     note = f"resuming with {resolved}; {args.config} differs in {', '.join(differing)}: not used"
@@ -240,9 +244,11 @@ def _run_directory_problems(run: _Run, resume: bool) -> list[str]:
 
 def _is_left_over(name: str) -> bool:
     """Whether a start that failed before its first rollout leaves a file of this name."""
-    return name in {".lock", "attempts", "logs", "resolved.toml"} or name.startswith(".writable.") or (
-        name.startswith(".") and name.endswith(".tmp")
-    )  # fmt: skip
+    return (
+        name in {".lock", "attempts", "logs", "resolved.toml"}
+        or name.startswith(".writable.")
+        or (name.startswith(".") and name.endswith(".tmp"))
+    )
 
 
 def config_problems(config: RunConfig) -> list[str]:
@@ -287,5 +293,6 @@ def _describe(plan: Plan, directory: Path) -> str:
         devices = f"gpu {','.join(process.devices)}" if process.devices else "cpu"
         rows.append((process.role, str(process.rank), process.host, devices, port, str(directory / process.log)))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return "\n".join("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]])
-                     for row in rows)  # fmt: skip
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in rows
+    )

@@ -15,7 +15,7 @@ from vcpo_megatron.algorithm.baselines import (
     leave_one_out_opob,
     opob,
     zero,
-)  # fmt: skip
+)
 
 
 def tensor(*values: float) -> torch.Tensor:

@@ -23,7 +23,7 @@ from vcpo_megatron.algorithm.surrogates import (
     second_moment_cutoff,
     token_ess,
     veto,
-)  # fmt: skip
+)
 from vcpo_megatron.config.methods import METHODS
 
 CLIP = Bounds(8.0, 0.8, 1.2)
@@ -86,8 +86,10 @@ def test_p3o() -> None:
     assert token_ess(torch.tensor([1.0, 3.0]).log(), 0.0) == pytest.approx(16 / 10 / 2)
     # d KL / d log pi = 1 - 1/r: -1 at r = 1/2, 2/3 at r = 3, 1 - e^10 from r = e^-10 down
     close(p3o(tokens([[0.5, 3.0]], statistic=0.8), advantages(2), CLIP), 0.5 * 2 + 0.2, 0.8 * 2 - 0.2 * 2 / 3)
-    close(p3o(tokens([[math.exp(-10)], [math.exp(-300)]], statistic=0.5), advantages(0, 0), CLIP),
-          *[-0.5 * (1 - math.exp(10))] * 2)  # fmt: skip
+    close(
+        p3o(tokens([[math.exp(-10)], [math.exp(-300)]], statistic=0.5), advantages(0, 0), CLIP),
+        *[-0.5 * (1 - math.exp(10))] * 2,
+    )
 
 
 def test_p3o_is_the_derivative_of_its_authors_loss() -> None:

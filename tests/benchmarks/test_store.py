@@ -36,8 +36,11 @@ def test_writers_that_end_together_share_transactions(writers: int, tmp_path: Pa
 def test_the_tool_prints_one_json_object() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "tools/bench_store.py", "--groups", "16", "--tokens", "64", "--json"],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     found = json.loads(done.stdout)
     assert found["benchmark"] == "store" and found["target_groups_per_minute"] == 2000
     assert [result["writers"] for result in found["results"]] == [1, 8, 64]

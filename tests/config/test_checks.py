@@ -54,10 +54,20 @@ GOOD_LIMITS = [
     [("algorithm.method", "grpo"), ("algorithm.kl_coef", 0.1), ("algorithm.kl_reference", "initial")],
     [("algorithm.baseline", "opob_leave_one_out"), ("algorithm.opob_mode", "two_pass")],
     [("algorithm.method", "tis_token"), ("algorithm.baseline", "opob")],
-    [("algorithm.method", "grpo"), ("algorithm.ratio_high", 1.3), ("algorithm.ess_scaling", True),
-     ("algorithm.ess_rule", "linear"), ("algorithm.base_ess_ratio", 0.5)],
-    [("algorithm.method", "icepop"), ("algorithm.ratio_low", 0.1), ("algorithm.baseline", "opob"),
-     ("algorithm.opob_mode", "deferred"), ("algorithm.opob_accumulators", 2)],
+    [
+        ("algorithm.method", "grpo"),
+        ("algorithm.ratio_high", 1.3),
+        ("algorithm.ess_scaling", True),
+        ("algorithm.ess_rule", "linear"),
+        ("algorithm.base_ess_ratio", 0.5),
+    ],
+    [
+        ("algorithm.method", "icepop"),
+        ("algorithm.ratio_low", 0.1),
+        ("algorithm.baseline", "opob"),
+        ("algorithm.opob_mode", "deferred"),
+        ("algorithm.opob_accumulators", 2),
+    ],
     [("algorithm.method", "m2po"), ("algorithm.second_moment", 0.1)],
     [("algorithm.opob_weights", "truncated"), ("algorithm.opob_accumulator_dtype", "bfloat16")],
     [("optimizer.schedule", "cosine"), ("optimizer.min_lr", 1e-7)],
@@ -82,47 +92,93 @@ BAD = [
     ([("parallel.expert_tensor", 2), ("launch.learner_ranks", 2)], "parallel.expert_tensor = 2", "has no experts"),
     ([("rollout.routing_replay", True)], "rollout.routing_replay = true", "has no experts; set it to false"),
     ([("parallel.virtual_pipeline", 2)], "parallel.virtual_pipeline = 2", "needs parallel.pipeline of at least 2"),
-    ([("parallel.virtual_pipeline", 2), ("parallel.pipeline", 2), ("launch.learner_ranks", 2)],
-     "parallel.virtual_pipeline = 2", "= 4 does not divide the 2 layers"),
-    ([("parallel.expert_dispatcher", "allgather"), ("parallel.pipeline", 2), ("launch.learner_ranks", 2)],
-     'parallel.expert_dispatcher = "allgather"', "packs of one length"),
+    (
+        [("parallel.virtual_pipeline", 2), ("parallel.pipeline", 2), ("launch.learner_ranks", 2)],
+        "parallel.virtual_pipeline = 2",
+        "= 4 does not divide the 2 layers",
+    ),
+    (
+        [("parallel.expert_dispatcher", "allgather"), ("parallel.pipeline", 2), ("launch.learner_ranks", 2)],
+        'parallel.expert_dispatcher = "allgather"',
+        "packs of one length",
+    ),
     ([("parallel.sequence_parallel", True)], "parallel.sequence_parallel = true", "needs parallel.tensor"),
     ([("parallel.tensor", 2), ("launch.learner_ranks", 3)], "launch.learner_ranks = 3", "; 2 would be"),
     ([("parallel.tensor", 2)], "launch.learner_ranks = 1", "; 2 would be"),
     ([("launch.learner_ranks", 5)], "train.groups_per_step = 4", "fewer than the 5 data-parallel replicas"),
-    ([("parallel.tensor", 2), ("launch.learner_ranks", 2), ("model.vocab_multiple", 3)],
-     "model.vocab_multiple = 3", "not divisible by parallel.tensor = 2"),
+    (
+        [("parallel.tensor", 2), ("launch.learner_ranks", 2), ("model.vocab_multiple", 3)],
+        "model.vocab_multiple = 3",
+        "not divisible by parallel.tensor = 2",
+    ),
     ([("model.vocab_multiple", 1025)], "model.vocab_multiple = 1025", "give at most 1024"),
     ([("parallel.tensor", 4), ("launch.learner_ranks", 4)], "parallel.tensor = 4", "does not divide the 2 key-value"),
     ([("parallel.pipeline", 4), ("launch.learner_ranks", 4)], "parallel.pipeline = 4", "does not divide the 2 layers"),
     ([("algorithm.is_level", "none")], 'algorithm.is_level = "none"', "allow_uncorrected = true"),
     ([("algorithm.method", "rloo")], 'algorithm.method = "rloo"', "allow_uncorrected = true"),
-    ([("algorithm.method", "gspo"), ("algorithm.baseline", "opob")], 'algorithm.baseline = "opob"',
-     'method = "gspo" is not linear in the advantage'),
-    ([("algorithm.method", "grpo"), ("algorithm.is_level", "token")], 'algorithm.is_level = "token"',
-     "in its own way"),
+    (
+        [("algorithm.method", "gspo"), ("algorithm.baseline", "opob")],
+        'algorithm.baseline = "opob"',
+        'method = "gspo" is not linear in the advantage',
+    ),
+    ([("algorithm.method", "grpo"), ("algorithm.is_level", "token")], 'algorithm.is_level = "token"', "in its own way"),
     ([("algorithm.method", "grpo"), ("algorithm.ratio_low", 1.5)], "algorithm.ratio_low = 1.5", "ratio_high = 1.2"),
-    ([("algorithm.baseline", "opob_leave_one_out")], 'algorithm.baseline = "opob_leave_one_out"',
-     'opob_mode = "deferred" or "two_pass"'),
-    ([("algorithm.opob_accumulator_dtype", "bfloat16"), ("algorithm.opob_mode", "deferred")],
-     'algorithm.opob_accumulator_dtype = "bfloat16"', 'only opob_mode = "accumulate"'),
+    (
+        [("algorithm.baseline", "opob_leave_one_out")],
+        'algorithm.baseline = "opob_leave_one_out"',
+        'opob_mode = "deferred" or "two_pass"',
+    ),
+    (
+        [("algorithm.opob_accumulator_dtype", "bfloat16"), ("algorithm.opob_mode", "deferred")],
+        'algorithm.opob_accumulator_dtype = "bfloat16"',
+        'only opob_mode = "accumulate"',
+    ),
     ([("algorithm.ratio_low", 0.5)], "algorithm.ratio_low = 0.5", 'method = "vcpo" does not bound ratios; remove it'),
-    ([("algorithm.method", "icepop"), ("algorithm.is_level", "none"), ("algorithm.ratio_high", 9.0),
-      ("algorithm.allow_uncorrected", True)], "algorithm.ratio_high = 9.0", "does not bound ratios"),
-    ([("algorithm.method", "p3o"), ("algorithm.second_moment", 0.1)], "algorithm.second_moment = 0.1",
-     'method = "p3o" does not bound it'),
-    ([("algorithm.method", "grpo"), ("algorithm.opob_mode", "deferred")], 'algorithm.opob_mode = "deferred"',
-     'baseline = "group_mean" takes no gradient norms; remove it'),
-    ([("algorithm.is_level", "token"), ("algorithm.opob_weights", "truncated")], 'algorithm.opob_weights = "truncated"',
-     'is_level = "token" has no weight of a trajectory'),
-    ([("algorithm.opob_mode", "two_pass"), ("algorithm.opob_accumulators", 2)], "algorithm.opob_accumulators = 2",
-     'opob_mode = "two_pass" keeps nothing of a group in flight'),
-    ([("algorithm.method", "tis_sequence"), ("algorithm.opob_accumulators", 2)], "algorithm.opob_accumulators = 2",
-     "takes no gradient norms"),
-    ([("algorithm.ess_scaling", False), ("algorithm.ess_rule", "linear")], 'algorithm.ess_rule = "linear"',
-     "ess_scaling = false"),
-    ([("algorithm.method", "grpo"), ("algorithm.base_ess_ratio", "auto")], 'algorithm.base_ess_ratio = "auto"',
-     "has no effect, since ess_scaling = false"),
+    (
+        [
+            ("algorithm.method", "icepop"),
+            ("algorithm.is_level", "none"),
+            ("algorithm.ratio_high", 9.0),
+            ("algorithm.allow_uncorrected", True),
+        ],
+        "algorithm.ratio_high = 9.0",
+        "does not bound ratios",
+    ),
+    (
+        [("algorithm.method", "p3o"), ("algorithm.second_moment", 0.1)],
+        "algorithm.second_moment = 0.1",
+        'method = "p3o" does not bound it',
+    ),
+    (
+        [("algorithm.method", "grpo"), ("algorithm.opob_mode", "deferred")],
+        'algorithm.opob_mode = "deferred"',
+        'baseline = "group_mean" takes no gradient norms; remove it',
+    ),
+    (
+        [("algorithm.is_level", "token"), ("algorithm.opob_weights", "truncated")],
+        'algorithm.opob_weights = "truncated"',
+        'is_level = "token" has no weight of a trajectory',
+    ),
+    (
+        [("algorithm.opob_mode", "two_pass"), ("algorithm.opob_accumulators", 2)],
+        "algorithm.opob_accumulators = 2",
+        'opob_mode = "two_pass" keeps nothing of a group in flight',
+    ),
+    (
+        [("algorithm.method", "tis_sequence"), ("algorithm.opob_accumulators", 2)],
+        "algorithm.opob_accumulators = 2",
+        "takes no gradient norms",
+    ),
+    (
+        [("algorithm.ess_scaling", False), ("algorithm.ess_rule", "linear")],
+        'algorithm.ess_rule = "linear"',
+        "ess_scaling = false",
+    ),
+    (
+        [("algorithm.method", "grpo"), ("algorithm.base_ess_ratio", "auto")],
+        'algorithm.base_ess_ratio = "auto"',
+        "has no effect, since ess_scaling = false",
+    ),
     ([("optimizer.min_lr", 1e-7)], "optimizer.min_lr = 1e-07", 'schedule = "constant" does not end anywhere'),
     ([("algorithm.kl_coef", 0.1)], "algorithm.kl_coef = 0.1", "set both or neither"),
     ([("algorithm.kl_reference", "initial")], "algorithm.kl_coef = 0.0", "set both or neither"),
@@ -130,12 +186,18 @@ BAD = [
     ([("optimizer.lr", 0.01), ("optimizer.weight_decay", 100.0)], "optimizer.weight_decay = 100.0", "1 / lr = 100"),
     ([("optimizer.schedule", "wsd")], "optimizer.decay_steps = None", "set both"),
     ([("optimizer.decay_steps", 3)], "optimizer.decay_steps = 3", "set both"),
-    ([("optimizer.schedule", "wsd"), ("optimizer.decay_steps", 8), ("optimizer.warmup_steps", 3)],
-     "optimizer.decay_steps = 8", "more than train.steps = 10"),
+    (
+        [("optimizer.schedule", "wsd"), ("optimizer.decay_steps", 8), ("optimizer.warmup_steps", 3)],
+        "optimizer.decay_steps = 8",
+        "more than train.steps = 10",
+    ),
     ([("algorithm.base_ess_ratio", 0.0)], "algorithm.base_ess_ratio = 0.0", "above 0 and at most 1"),
     ([("algorithm.base_ess_ratio", 1.01)], "algorithm.base_ess_ratio = 1.01", "above 0 and at most 1"),
-    ([("algorithm.base_ess_ratio", "auto"), ("staleness.lag", "exact")],
-     'algorithm.base_ess_ratio = "auto"', 'needs staleness.lag = "bounded"'),
+    (
+        [("algorithm.base_ess_ratio", "auto"), ("staleness.lag", "exact")],
+        'algorithm.base_ess_ratio = "auto"',
+        'needs staleness.lag = "bounded"',
+    ),
     ([("train.group_size", 1)], "train.group_size = 1", "at least 2"),
     ([("optimizer.warmup_steps", 10)], "optimizer.warmup_steps = 10", "below train.steps = 10"),
     ([("optimizer.betas", (0.9, 1.0))], "optimizer.betas = [0.9, 1.0]", "below 1"),
@@ -147,40 +209,67 @@ BAD = [
     ([("rollout.max_new_tokens", 64)], "rollout.max_new_tokens = 64", "no room for a prompt in the 64 positions"),
     ([("rollout.engine", "replay")], 'rollout.engine = "replay"', "needs rollout.replay"),
     ([("rollout.replay", Path("/nowhere"))], "rollout.replay = /nowhere", 'only used with rollout.engine = "replay"'),
-    ([("rollout.replay", Path("/nowhere")), ("rollout.engine", "replay")],
-     "rollout.replay = /nowhere", "no such folder"),
+    (
+        [("rollout.replay", Path("/nowhere")), ("rollout.engine", "replay")],
+        "rollout.replay = /nowhere",
+        "no such folder",
+    ),
     ([("rollout.replay", Path("/")), ("rollout.engine", "replay")], "rollout.replay = /", "has no rollouts.sqlite"),
     ([("rollout.python", Path("/p"))], "rollout.python = /p", 'only used with rollout.engine = "sglang"'),
     ([("rollout.args", ("--x",)), ("rollout.tensor_parallel", 1)], "rollout.args = ['--x']", "only used with"),
     ([("rollout.engine", "sglang")], 'rollout.engine = "sglang"', "needs rollout.python"),
     ([("rollout.engine", "sglang"), ("rollout.python", Path("/nowhere"))], "rollout.python = /nowhere", "no such file"),
     ([("rollout.engine", "sglang"), ("rollout.python", Path("/"))], "rollout.python = /", "not an executable file"),
-    ([("rollout.engine", "sglang"), ("rollout.python", Path("/bin/sh"))],
-     "rollout.python = /bin/sh", "SGLang is not installed"),
-    ([("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("staleness.lag", "exact")],
-     'rollout.engine = "sglang"', 'staleness.lag = "exact"'),
-    ([("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("rollout.args", ("--x",))],
-     "rollout.args", "run already"),
+    (
+        [("rollout.engine", "sglang"), ("rollout.python", Path("/bin/sh"))],
+        "rollout.python = /bin/sh",
+        "SGLang is not installed",
+    ),
+    (
+        [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("staleness.lag", "exact")],
+        'rollout.engine = "sglang"',
+        'staleness.lag = "exact"',
+    ),
+    (
+        [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("rollout.args", ("--x",))],
+        "rollout.args",
+        "run already",
+    ),
     ([("rollout.engine", "sglang"), ("rollout.addresses", ("a:1",))], "rollout.addresses = ['a:1']", "is not http://"),
-    ([("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1/v1",))],
-     "rollout.addresses = ['http://a:1/v1']", "is not http://"),
-    ([("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:99999",))],
-     "rollout.addresses = ['http://a:99999']", "is not http://"),
-    ([("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",) * 2)],
-     "rollout.addresses = ['http://a:1', 'http://a:1']", "named twice"),
+    (
+        [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1/v1",))],
+        "rollout.addresses = ['http://a:1/v1']",
+        "is not http://",
+    ),
+    (
+        [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:99999",))],
+        "rollout.addresses = ['http://a:99999']",
+        "is not http://",
+    ),
+    (
+        [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",) * 2)],
+        "rollout.addresses = ['http://a:1', 'http://a:1']",
+        "named twice",
+    ),
     ([("rollout.router", "http://r:1")], "rollout.router = http://r:1", 'only used with rollout.engine = "sglang"'),
     ([*ROUTED, ("rollout.router", "r:1")], 'rollout.router = "r:1"', "is not http://"),
     ([*ROUTED, ("rollout.router", "http://a:1/")], 'rollout.router = "http://a:1/"', "one of rollout.addresses too"),
     ([*ROUTED, ("rollout.pause_mode", "in_place")], 'rollout.router = "http://r:1"', "in_place"),
     ([("environment.data", Path("/nowhere.jsonl"))], "environment.data = /nowhere.jsonl", "no such file"),
     ([("environment.heldout", Path("/"))], "environment.heldout = /", "not a file"),
-    ([("launch.control_port", 5000), ("launch.master_port", 5000)],
-     "launch.master_port = 5000", "also that of launch.control_port"),
-    ([("rollout.port", 5000), ("rollout.servers", 2), ("launch.master_port", 5001)],
-     "rollout.port (server 1) = 5001", "also that of launch.master_port"),
+    (
+        [("launch.control_port", 5000), ("launch.master_port", 5000)],
+        "launch.master_port = 5000",
+        "also that of launch.control_port",
+    ),
+    (
+        [("rollout.port", 5000), ("rollout.servers", 2), ("launch.master_port", 5001)],
+        "rollout.port (server 1) = 5001",
+        "also that of launch.master_port",
+    ),
     ([("rollout.port", 65535), ("rollout.servers", 2)], "rollout.port = 65535", "the last port would be 65536"),
     ([("model.path", Path("/nowhere"))], "model.path = /nowhere", "no such folder"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "start", "part"), BAD, ids=[start for _, start, _ in BAD])
@@ -192,9 +281,15 @@ def test_one_problem_is_one_line(
 
 
 EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 6, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 BAD_EXPERTS = [
     ([("parallel.expert", 3)], 3, "parallel.expert = 3: does not divide the 4 experts"),
     ([("parallel.expert", 2)], 3, "parallel.expert = 2: expert x expert_tensor = 2 does not divide the 3 learner"),
@@ -207,9 +302,12 @@ BAD_EXPERTS = [
 
 @pytest.mark.parametrize(("changes", "ranks", "start"), BAD_EXPERTS, ids=[start for _, _, start in BAD_EXPERTS])
 def test_splits_of_experts(
-    make: Callable[..., RunConfig], make_model: Callable[..., Path], changes: list[tuple[str, Any]], ranks: int,
+    make: Callable[..., RunConfig],
+    make_model: Callable[..., Path],
+    changes: list[tuple[str, Any]],
+    ranks: int,
     start: str,
-) -> None:  # fmt: skip
+) -> None:
     model = ("model.path", make_model(**EXPERTS))
     found = problems(make(model, *changes, ("launch.learner_ranks", ranks), ("train.groups_per_step", 8)))
     assert [problem for problem in found if problem.startswith("parallel.")][0].startswith(start)
@@ -255,20 +353,37 @@ TWO_RANKS, LOW = ("launch.learner_ranks", 2), ("model.dtype", "bfloat16")
         ([ATTENTION, LOW], {}, False, ["core_attention TransformerEngine's part for PyTorch is not installed"]),
         ([MATRICES, LOW], {}, False, ["transformer_impl TransformerEngine's part for PyTorch is not installed"]),
         ([ATTENTION], {}, True, ["core_attention takes packs in 16 bits"]),
-        ([ATTENTION, LOW, TWO_RANKS, ("parallel.context", 2)], {}, True,
-         ["core_attention not checked with parallel.context = 2"]),
-        ([MATRICES, LOW, TWO_RANKS, ("parallel.tensor", 2)], {}, True,
-         ["transformer_impl not checked with parallel.tensor = 2"]),
+        (
+            [ATTENTION, LOW, TWO_RANKS, ("parallel.context", 2)],
+            {},
+            True,
+            ["core_attention not checked with parallel.context = 2"],
+        ),
+        (
+            [MATRICES, LOW, TWO_RANKS, ("parallel.tensor", 2)],
+            {},
+            True,
+            ["transformer_impl not checked with parallel.tensor = 2"],
+        ),
         ([MATRICES, LOW], EXPERTS, True, ["transformer_impl not checked with the experts of"]),
         ([ATTENTION, LOW], EXPERTS, True, []),
-        ([ATTENTION, LOW], {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}, True,
-         ["core_attention not checked with the sliding windows of"]),
+        (
+            [ATTENTION, LOW],
+            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+            True,
+            ["core_attention not checked with the sliding windows of"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_transformer_engine_is_refused_by_name(
-    make: Callable[..., RunConfig], make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,
-    changes: list[tuple[str, Any]], model: dict[str, Any], installed: bool, expected: list[str],
-) -> None:  # fmt: skip
+    make: Callable[..., RunConfig],
+    make_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: list[tuple[str, Any]],
+    model: dict[str, Any],
+    installed: bool,
+    expected: list[str],
+) -> None:
     found = InstalledKernels(transformer_engine=installed)
     monkeypatch.setattr("vcpo_megatron.config.engine_layers.find_kernels", lambda: found)
     lines = problems(make(*changes, ("model.path", make_model(**model))))
@@ -334,9 +449,19 @@ def test_a_replay_keeps_the_shape_of_its_batches(
 
 
 def test_all_are_reported_together(make: Callable[..., RunConfig]) -> None:
-    changes = [change for changes, start, _ in BAD if start in {
-        "parallel.sequence_parallel = true", "train.group_size = 1", "optimizer.warmup_steps = 10",
-        "model.path = /nowhere", "environment.data = /nowhere.jsonl"} for change in changes]  # fmt: skip
+    changes = [
+        change
+        for changes, start, _ in BAD
+        if start
+        in {
+            "parallel.sequence_parallel = true",
+            "train.group_size = 1",
+            "optimizer.warmup_steps = 10",
+            "model.path = /nowhere",
+            "environment.data = /nowhere.jsonl",
+        }
+        for change in changes
+    ]
     assert len(problems(make(*changes))) == 5
 
 

@@ -118,11 +118,17 @@ def test_override_below_a_value(file: Path) -> None:
         ("[train]\nstep = 3", "train.step: unknown key; did you mean train.steps?"),
         ("[optimizer]\nclip_gradd = 3", "optimizer.clip_gradd: unknown key; did you mean optimizer.clip_grad?"),
         ("[train]\nlr = 3", "train.lr: unknown key; did you mean optimizer.lr?"),
-        ("[parallel]\ndata = 2", 
-         "parallel.data: unknown key; data parallel is what tensor x pipeline x context leave of launch.learner_ranks"),
+        (
+            "[parallel]\ndata = 2",
+            "parallel.data: unknown key; data parallel is what tensor x pipeline x context leave of "
+            "launch.learner_ranks",
+        ),
         ("[rolout]\nservers = 1", "rolout: unknown section; did you mean [rollout]?"),
-        ("[checkpoint]\nzzz = 1", "checkpoint.zzz: unknown key; keys of [checkpoint] are every, keep_last, "
-         "keep_rollouts, resume_partial, keep_best, export_hf_every"),
+        (
+            "[checkpoint]\nzzz = 1",
+            "checkpoint.zzz: unknown key; keys of [checkpoint] are every, keep_last, "
+            "keep_rollouts, resume_partial, keep_best, export_hf_every",
+        ),
         ("[train]\ngroup_size = 0", "train.group_size = 0: must be greater than 0"),
         ("[staleness]\nmax_staleness = -1", "staleness.max_staleness = -1: must be at least 0"),
         ("[staleness]\nadaptive_ess = 1.0", "staleness.adaptive_ess = 1.0: must be less than 1.0"),
@@ -130,10 +136,14 @@ def test_override_below_a_value(file: Path) -> None:
         ('[train]\nseed = "1"', 'train.seed = "1": must be an integer'),
         ("[train]\nseed = 1.5", "train.seed = 1.5: must be an integer"),
         ("[train]\nseed = 18446744073709551616", "train.seed = 18446744073709551616: must be less than 2^63 in size"),
-        ("[rollout]\nbucket_bytes = 9223372036854775808",
-         "rollout.bucket_bytes = 9223372036854775808: must be less than 2^63 in size"),
-        ("[optimizer]\neps = 1e-300",
-         "optimizer.eps = 1e-300: must be 0 or between 1e-38 and 1e38 in size, as float32 is"),
+        (
+            "[rollout]\nbucket_bytes = 9223372036854775808",
+            "rollout.bucket_bytes = 9223372036854775808: must be less than 2^63 in size",
+        ),
+        (
+            "[optimizer]\neps = 1e-300",
+            "optimizer.eps = 1e-300: must be 0 or between 1e-38 and 1e38 in size, as float32 is",
+        ),
         ("[launch]\ntimeout_s = 1e37", "launch.timeout_s = 1e+37: must be at most 1000000.0"),
         ("[rollout]\ntemperature = 1e-30", "rollout.temperature = 1e-30: must be at least 0.001"),
         ("[algorithm]\nglobal_aux_loss = 1e30", "algorithm.global_aux_loss = 1e+30: must be at most 1000000.0"),
@@ -146,7 +156,7 @@ def test_override_below_a_value(file: Path) -> None:
         ("[algorithm]\nbase_ess_ratio = []", "algorithm.base_ess_ratio: must be a number or one of 'auto'"),
         ("[parallel]\nsequence_parallel = 1", "parallel.sequence_parallel = 1: must be true or false"),
     ],
-)  # fmt: skip
+)
 def test_one_line_names_key_value_and_remedy(file: Path, text: str, problem: str) -> None:
     section, _, rest = text.partition("\n")
     complete = MINIMAL.replace(section + "\n", text + "\n") if section in MINIMAL else f"{MINIMAL}{section}\n{rest}\n"
@@ -228,31 +238,42 @@ def test_round_trip_of_every_kind_of_value(file: Path) -> None:
         [
             "environment.options={when = 1979-05-27, at = 1979-05-27T07:32:00Z, 'odd key' = {}}",
             "environment.options.é=[[1, 2.5], [true]]",
-            "algorithm.is_threshold=inf", "algorithm.opob_accumulators=2", "optimizer.lr=0.1", "rollout.replay=/a b/'c",
+            "algorithm.is_threshold=inf",
+            "algorithm.opob_accumulators=2",
+            "optimizer.lr=0.1",
+            "rollout.replay=/a b/'c",
         ],
-    )  # fmt: skip
+    )
     assert config.environment.options["when"] == datetime.date(1979, 5, 27)
     assert round_trip(config, file.parent) == config
 
 
 toml_values = st.recursive(
-    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False)
+    st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
     | st.text(st.characters(exclude_categories=["Cs"])),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=3)
+    ),
     max_leaves=8,
-)  # fmt: skip
+)
 
 
-@given(options=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), toml_values, max_size=3),
-       lr=st.floats(min_value=1e-37, max_value=1e37))  # fmt: skip
+@given(
+    options=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), toml_values, max_size=3),
+    lr=st.floats(min_value=1e-37, max_value=1e37),
+)
 def test_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any], lr: float) -> None:
     config = RunConfig.model_validate(
         {
-            "model": {"path": "/m"}, "train": {"steps": 1}, "environment": {"name": "e", "options": options},
+            "model": {"path": "/m"},
+            "train": {"steps": 1},
+            "environment": {"name": "e", "options": options},
             "optimizer": {"lr": lr},
         }
-    )  # fmt: skip
+    )
     assert round_trip(config, tmp_path_factory.mktemp("resolved")) == config
 
 

@@ -13,10 +13,21 @@ from vcpo_megatron.config.window import Window
 
 def shape(**changes: object) -> ModelShape:
     values = dict(
-        architecture="A", num_layers=2, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=4, vocab_size=10, norm_eps=1e-6, rope=Rope(10000.0), tie_word_embeddings=False, qkv_bias=True,
-        qk_norm=False, max_position_embeddings=64,
-    )  # fmt: skip
+        architecture="A",
+        num_layers=2,
+        hidden_size=8,
+        ffn_hidden_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        vocab_size=10,
+        norm_eps=1e-6,
+        rope=Rope(10000.0),
+        tie_word_embeddings=False,
+        qkv_bias=True,
+        qk_norm=False,
+        max_position_embeddings=64,
+    )
     return ModelShape(**{**values, **changes})  # type: ignore[arg-type]
 
 

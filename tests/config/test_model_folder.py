@@ -18,10 +18,21 @@ from vcpo_megatron.config.model_shape import ModelShape
 from vcpo_megatron.config.rope import Rope
 
 SHAPE = ModelShape(
-    architecture="Qwen2ForCausalLM", num_layers=2, hidden_size=8, ffn_hidden_size=12, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=2, vocab_size=12, norm_eps=1e-6, rope=Rope(10000.0), tie_word_embeddings=False,
-    qkv_bias=True, qk_norm=False, max_position_embeddings=64,
-)  # fmt: skip
+    architecture="Qwen2ForCausalLM",
+    num_layers=2,
+    hidden_size=8,
+    ffn_hidden_size=12,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=2,
+    vocab_size=12,
+    norm_eps=1e-6,
+    rope=Rope(10000.0),
+    tie_word_embeddings=False,
+    qkv_bias=True,
+    qk_norm=False,
+    max_position_embeddings=64,
+)
 
 
 def test_shape(model_folder: Path) -> None:
@@ -63,7 +74,7 @@ def test_llama_has_no_biases_and_defaults_follow_the_heads(make_model: Callable[
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope"}}, "rope_type = 'longrope' is not supported"),
     ],
-)  # fmt: skip
+)
 def test_models_that_cannot_be_trained(make_model: Callable[..., Path], changes: dict[str, Any], part: str) -> None:
     folder = make_model(**changes)
     with pytest.raises(ConfigError) as caught:

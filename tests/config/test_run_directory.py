@@ -67,9 +67,11 @@ def test_a_damaged_checkpoint_does_not_count(directory: RunDirectory) -> None:
     (directory.checkpoint(5) / MANIFEST).write_bytes(b'{"step": 5, \xff')
     assert directory.complete_steps() == [1]
     assert directory.damaged() == {
-        2: "data has 4 bytes, not 7", 3: "data is missing",
-        4: "manifest.json cannot be read", 5: "manifest.json cannot be read",
-    }  # fmt: skip
+        2: "data has 4 bytes, not 7",
+        3: "data is missing",
+        4: "manifest.json cannot be read",
+        5: "manifest.json cannot be read",
+    }
 
 
 def test_manifest_comes_back_as_it_was_given(directory: RunDirectory) -> None:

@@ -11,10 +11,19 @@ from vcpo_megatron.config.model_families import model_shape
 from vcpo_megatron.conversion.checksums import Checksums
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 70, "hidden_size": 8,
-    "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "max_position_embeddings": 32, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 1e4,
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 70,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e4,
+}
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -69,8 +69,14 @@ def test_progress() -> None:
 
 def test_sizes_are_never_zero_gigabytes() -> None:
     assert [size_text(count) for count in (0, 999, 1000, 34_500, 2_500_000, 2.11e9, 1.5e12)] == [
-        "0 bytes", "999 bytes", "1.00 kB", "34.50 kB", "2.50 MB", "2.11 GB", "1500.00 GB",
-    ]  # fmt: skip
+        "0 bytes",
+        "999 bytes",
+        "1.00 kB",
+        "34.50 kB",
+        "2.50 MB",
+        "2.11 GB",
+        "1500.00 GB",
+    ]
 
 
 def test_what_is_carried_over(tmp_path: Path) -> None:
@@ -148,9 +154,12 @@ sys.stdin.read()
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "out")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env=environment,
-    ) as holder:  # fmt: skip
+        [sys.executable, "-c", program, str(tmp_path / "out")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as holder:
         assert holder.stdin is not None and holder.stdout is not None
         assert holder.stdout.readline() == "ready\n"
         for plan in ({}, {"of": "another"}):

@@ -12,11 +12,22 @@ from vcpo_megatron.conversion.errors import ConversionError
 from vcpo_megatron.conversion.families import FAMILIES, open_model
 
 CONFIG: dict[str, Any] = {
-    "vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "sliding_window": None, "num_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12,
-    "mlp_only_layers": [1], "num_local_experts": 4,
-}  # fmt: skip
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "sliding_window": None,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 12,
+    "mlp_only_layers": [1],
+    "num_local_experts": 4,
+}
 
 
 @pytest.mark.parametrize("tied", [False, True])

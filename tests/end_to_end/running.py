@@ -28,9 +28,12 @@ class Run:
         self.output = run_dir.with_name(run_dir.name + ".out")
         with open(self.output, "a") as output:
             self.process = subprocess.Popen(
-                [*command, *(["--resume"] if resume else [])], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output,
+                [*command, *(["--resume"] if resume else [])],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
                 stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            )
         self._seen: dict[int, psutil.Process] = {}
 
     def __enter__(self) -> Run:

@@ -14,9 +14,17 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from .running import Run, read_rows
 
-SETTINGS = ("staleness.lag=exact", "staleness.max_staleness=2", "train.steps=40", "train.eval_every=0",
-            "train.groups_per_step=4", "checkpoint.every=2", "launch.learner_ranks=1", "parallel.tensor=1",
-            "rollout.sync=disk")  # fmt: skip  # servers are updated while the learner is held still
+SETTINGS = (
+    "staleness.lag=exact",
+    "staleness.max_staleness=2",
+    "train.steps=40",
+    "train.eval_every=0",
+    "train.groups_per_step=4",
+    "checkpoint.every=2",
+    "launch.learner_ranks=1",
+    "parallel.tensor=1",
+    "rollout.sync=disk",
+)  # servers are updated while the learner is held still
 CRASHES = 10
 
 

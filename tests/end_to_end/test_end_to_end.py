@@ -64,8 +64,13 @@ def test_the_same_rollouts_give_the_same_steps_in_every_layout(short_run: Path, 
 
 
 def test_exact_lag_repeats_bit_for_bit_and_over_a_resume(tmp_path: Path) -> None:
-    settings = ("staleness.lag=exact", "staleness.max_staleness=3", "train.steps=12", "train.eval_every=4",
-                "checkpoint.every=6")  # fmt: skip
+    settings = (
+        "staleness.lag=exact",
+        "staleness.max_staleness=3",
+        "train.steps=12",
+        "train.eval_every=4",
+        "checkpoint.every=6",
+    )
     for name in ("one", "two"):
         with Run(tmp_path / name, *settings) as run:
             assert run.wait(150) == 0, run.text()

@@ -25,10 +25,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(EXAMPLE.parent / "model", folder, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
     torch.manual_seed(5)
     config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
-        norm_topk_prob=True, max_position_embeddings=64, eos_token_id=EOS, bos_token_id=None, initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        initializer_range=0.1,
+    )
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     return folder
 
@@ -60,10 +72,19 @@ def kept(run_dir: Path, copy: Path) -> int:
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def test_a_run_replays_the_experts_of_its_servers_and_forgets_them(engine: str, model: Path, tmp_path: Path) -> None:
     settings = (
-        f"model.path={model}", "train.steps=8", "train.eval_every=0", "checkpoint.every=4", "checkpoint.keep_last=1",
-        "parallel.tensor=1", "parallel.expert=2", "rollout.routing_replay=true", "rollout.verify_sync=true",
-        "staleness.max_staleness=2", "train.groups_per_step=4", *engine_settings(engine),
-    )  # fmt: skip
+        f"model.path={model}",
+        "train.steps=8",
+        "train.eval_every=0",
+        "checkpoint.every=4",
+        "checkpoint.keep_last=1",
+        "parallel.tensor=1",
+        "parallel.expert=2",
+        "rollout.routing_replay=true",
+        "rollout.verify_sync=true",
+        "staleness.max_staleness=2",
+        "train.groups_per_step=4",
+        *engine_settings(engine),
+    )
     with Run(tmp_path / "run", *settings) as run:
         run.wait_for(lambda: kept(run.run_dir, tmp_path / "copy") > 0, 500, "record of experts")
         assert run.wait(300) == 0, run.text()

@@ -25,16 +25,28 @@ def folder(tmp_path: Path) -> Path:
     """A tokenizer of single characters with <s> and </s>, and a template."""
     letters = "".join(map(chr, range(32, 127)))
     added = [
-        {"id": len(letters) + number, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False, "special": True}
+        {
+            "id": len(letters) + number,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
         for number, token in enumerate(("<s>", "</s>"))
-    ]  # fmt: skip
+    ]
     tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
-        "added_tokens": added, "decoder": {"type": "Fuse"},
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "normalizer": None,
+        "post_processor": None,
+        "added_tokens": added,
+        "decoder": {"type": "Fuse"},
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
         "model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(letters)}, "unk_token": " "},
-    }  # fmt: skip
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": "</s>"}))
     return tmp_path
@@ -61,11 +73,22 @@ def test_prompt(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("19", 19), ("The answer is 19.", 19), ("7 + 12 = 19", 19), ("7 + 12 = 20", 20), ("", None), ("nineteen", None),
-        ("7 + 12 = 19\n\n7 is a number", 19), ("x = 3 + 4 = 7", 7), ("= 1,234", 1234), ("-3", -3), ("1,019", 1019),
-        ("1, 2, 3", 3), ("\u22125", -5), ("19\n", 19),
+        ("19", 19),
+        ("The answer is 19.", 19),
+        ("7 + 12 = 19", 19),
+        ("7 + 12 = 20", 20),
+        ("", None),
+        ("nineteen", None),
+        ("7 + 12 = 19\n\n7 is a number", 19),
+        ("x = 3 + 4 = 7", 7),
+        ("= 1,234", 1234),
+        ("-3", -3),
+        ("1,019", 1019),
+        ("1, 2, 3", 3),
+        ("\u22125", -5),
+        ("19\n", 19),
     ],
-)  # fmt: skip
+)
 def test_answers(text: str, value: int | None) -> None:
     assert parse_answer(text) == value
 
@@ -89,9 +112,11 @@ def test_no_training_prompt_is_held_out(folder: Path) -> None:
 
 def test_bad_settings(folder: Path) -> None:
     for options, message in (
-        ({"largest": 1}, "largest"), ({"prompt": "{a}"}, "must hold {a} and {b}"), ({"heldout": 500}, "a quarter"),
+        ({"largest": 1}, "largest"),
+        ({"prompt": "{a}"}, "must hold {a} and {b}"),
+        ({"heldout": 500}, "a quarter"),
         ({"digits": 3}, "digits"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(EnvironmentSetupError, match=message.replace("{", r"\{")):
             make(folder, **options)
     (folder / "tokenizer_config.json").write_text("{}")

@@ -30,9 +30,14 @@ def test_fingerprint_depends_on_every_part_and_its_borders(tmp_path):
     file = tmp_path / "data"
     file.write_text("ab")
     prints = [
-        fingerprint("ab", 1), fingerprint("ab", 2), fingerprint("a", "b1"), fingerprint("a", "b", 1),
-        fingerprint(None), fingerprint(file), fingerprint(),
-    ]  # fmt: skip
+        fingerprint("ab", 1),
+        fingerprint("ab", 2),
+        fingerprint("a", "b1"),
+        fingerprint("a", "b", 1),
+        fingerprint(None),
+        fingerprint(file),
+        fingerprint(),
+    ]
     assert len(set(prints)) == len(prints)
     before = fingerprint(file)
     file.write_text("ac")

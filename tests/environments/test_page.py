@@ -52,10 +52,18 @@ def play(environment: Environment, *answers: str, example: Example | None = None
         ids = environment.encode(left.pop(0))  # type: ignore[attr-defined]
         return GenerateResult(ids, (-0.5,) * len(ids), (Span(0, len(ids), "1.0"),), "stop")
 
-    trajectory = asyncio.run(run_episode(
-        generate, environment, example or environment.train_example(0), group_id=0, sample_index=0,
-        sampling=SamplingParams(max_new_tokens=32), context_length=100, seed_for_turn=lambda turn: None,
-    ))  # fmt: skip
+    trajectory = asyncio.run(
+        run_episode(
+            generate,
+            environment,
+            example or environment.train_example(0),
+            group_id=0,
+            sample_index=0,
+            sampling=SamplingParams(max_new_tokens=32),
+            context_length=100,
+            seed_for_turn=lambda turn: None,
+        )
+    )
     assert not left
     return trajectory, environment.decode(trajectory.tokens.tolist())
 
@@ -79,9 +87,7 @@ def test_the_example_of_the_page_runs(settings: EnvironmentConfig, make_tokenize
     assert environment.max_prompt_tokens == len(PROBLEM) + 1
 
 
-def test_its_settings_are_checked_together(
-    settings: EnvironmentConfig, make_tokenizer: Callable[[str], Path]
-) -> None:
+def test_its_settings_are_checked_together(settings: EnvironmentConfig, make_tokenizer: Callable[[str], Path]) -> None:
     bad = settings.model_copy(update={"heldout": None, "options": {"max_call": 1}})
     problems = registry.validate_environment(bad, make_tokenizer(CHARACTERS), 0, 64)
     assert len(problems) == 2 and "environment.options.max_call" in problems[0] and "both are needed" in problems[1]

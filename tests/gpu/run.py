@@ -79,6 +79,7 @@ def main(argv: list[str]) -> int:
 
 def run_check(name: str, check: Callable[[Path], str], folder: Path) -> Outcome:
     from vcpo_megatron.learner.parallel import leave_layout
+
     started = time.monotonic()
     try:
         state, text = "passed", check(folder)
@@ -264,6 +265,7 @@ class Bench:
 
     def close(self) -> None:
         from vcpo_megatron.learner.parallel import leave_layout
+
         leave_layout()  # so that another can be built
 
 
@@ -282,6 +284,7 @@ def memory_and_time(folder: Path) -> str:
         kept = {outcome.name: outcome.persistent / bench.parameters for outcome in found.outcomes}
         extra = (peak["accumulate"] - peak["plain"]) / bench.parameters
         from vcpo_megatron.learner.parallel import leave_layout
+
         leave_layout()
         texts.append(
             f"median {work.median}: {require(extra, 4.4, 'bytes a parameter beyond plain')}, "
@@ -357,10 +360,11 @@ def transformer_engine_attention(folder: Path) -> str:
     ours = PackedAttention(config, 1, None, "self")
     found = []
     for call in (
-        lambda q, k, v: theirs(q, k, v, cu_seqlens_q=edges, cu_seqlens_kv=edges, max_seqlen_q=max(lengths),
-                               max_seqlen_kv=max(lengths)),
+        lambda q, k, v: theirs(
+            q, k, v, cu_seqlens_q=edges, cu_seqlens_kv=edges, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+        ),
         lambda q, k, v: ours(q, k, v, None, packed_seq_params=SimpleNamespace(lengths=lengths)),
-    ):  # fmt: skip
+    ):
         inputs = [tensor.clone().requires_grad_() for tensor in tensors]
         out = call(*inputs).reshape(sum(lengths), -1)
         out.float().square().sum().backward()

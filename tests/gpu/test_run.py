@@ -38,11 +38,16 @@ def test_their_code_on_cpus() -> None:
     assert code == 0, checks
     states = {name: check["state"] for name, check in checks.items()}
     assert states == {
-        "oracle in float32": "passed", "oracle in bfloat16": "passed", "packed as one by one": "passed",
-        "modes agree": "passed", "memory and time of a step": "passed", "fused adam": "skipped",
-        "fused weight gradients": "skipped", "attention of TransformerEngine": "skipped",
+        "oracle in float32": "passed",
+        "oracle in bfloat16": "passed",
+        "packed as one by one": "passed",
+        "modes agree": "passed",
+        "memory and time of a step": "passed",
+        "fused adam": "skipped",
+        "fused weight gradients": "skipped",
+        "attention of TransformerEngine": "skipped",
         "layers of TransformerEngine": "skipped",
-    }  # fmt: skip
+    }
     assert {checks[f"{part} of TransformerEngine"]["text"] for part in ("attention", "layers")} == {"needs a GPU"}
 
 

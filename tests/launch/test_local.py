@@ -172,8 +172,15 @@ def config(**sections: dict) -> dict:
 
 @contextlib.contextmanager
 def started(
-    directory: Path, *, resume: bool = False, from_step: int | None = None, max_hours: float | None = None,
-    escape: bool = True, sections: dict | None = None, blocked: tuple[int, ...] = (), **codes: str
+    directory: Path,
+    *,
+    resume: bool = False,
+    from_step: int | None = None,
+    max_hours: float | None = None,
+    escape: bool = True,
+    sections: dict | None = None,
+    blocked: tuple[int, ...] = (),
+    **codes: str,
 ) -> Iterator[Run]:
     """``codes``: role, or role_rank for one rank, to the code of its stand-in. ``blocked``: signals that wait in every
     process until it lets them in."""
@@ -221,13 +228,17 @@ def test_normal_end(tmp_path: Path) -> None:
 
 def test_every_process_gets_its_context_and_the_torch_variables(tmp_path: Path) -> None:
     dump = "(home / f'{name}.json').write_text(json.dumps(dict(os.environ)))\n"
-    with started(tmp_path, orchestrator=dump + "wait('learner.0.json'); wait('learner.1.json')\n" + GOOD_ORCHESTRATOR,
-                 learner=dump + GOOD_LEARNER) as run:  # fmt: skip
+    with started(
+        tmp_path,
+        orchestrator=dump + "wait('learner.0.json'); wait('learner.1.json')\n" + GOOD_ORCHESTRATOR,
+        learner=dump + GOOD_LEARNER,
+    ) as run:
         assert run.wait()[0] == 0
     from vcpo_megatron.config.process import ProcessContext
 
-    environments = {n: json.loads((tmp_path / f"{n}.json").read_text())
-                    for n in ("orchestrator.0", "learner.0", "learner.1")}  # fmt: skip
+    environments = {
+        n: json.loads((tmp_path / f"{n}.json").read_text()) for n in ("orchestrator.0", "learner.0", "learner.1")
+    }
     contexts = {name: ProcessContext.from_environment(environment) for name, environment in environments.items()}
     context = contexts["orchestrator.0"]
     assert contexts["learner.0"] == contexts["learner.1"] == context
@@ -250,12 +261,20 @@ def test_each_partition_sees_its_own_gpus() -> None:
 
     plan = plan_local(RunConfig.model_validate(config()), gpus=("4", "5", "6", "GPU-ab", "8"))
     assert role_environment(plan.orchestrator, plan, 29500, {}) == {
-        "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "6,GPU-ab",
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_VISIBLE_DEVICES": "6,GPU-ab",
+    }
     assert role_environment(plan.learners[1], plan, 29500, {"OMP_NUM_THREADS": "3"}) == {
-        "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "4,5", "RANK": "1", "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "3",
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_VISIBLE_DEVICES": "4,5",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
     cpus = plan_local(RunConfig.model_validate(config()))
     assert "CUDA_VISIBLE_DEVICES" not in role_environment(cpus.learners[0], cpus, 29500, {})
 
@@ -320,11 +339,17 @@ def test_configuration_refused_by_a_process_is_exit_code_2(tmp_path: Path) -> No
 @pytest.mark.parametrize("consequence", ["fail('gloo: connection closed by peer')", "os.abort()"])
 def test_the_cause_is_named_and_not_its_consequence(tmp_path: Path, consequence: str) -> None:
     """Rank 0 notices the death of rank 1 within the same poll; the orchestrator follows."""
-    watch = "import pathlib\npeer = (home / 'pids' / 'learner.1')\nwait('pids/learner.1')\n" \
-            "stat = pathlib.Path(f'/proc/{int(peer.read_text())}/stat')\n" \
-            "while stat.exists() and stat.read_text().rpartition(')')[2].split()[0] != 'Z': pass\n"  # fmt: skip
-    with started(tmp_path, orchestrator=watch + "fail('learner rank 0 is silent')", learner_0=watch + consequence,
-                 learner_1=SLEEP) as run:  # fmt: skip
+    watch = (
+        "import pathlib\npeer = (home / 'pids' / 'learner.1')\nwait('pids/learner.1')\n"
+        "stat = pathlib.Path(f'/proc/{int(peer.read_text())}/stat')\n"
+        "while stat.exists() and stat.read_text().rpartition(')')[2].split()[0] != 'Z': pass\n"
+    )
+    with started(
+        tmp_path,
+        orchestrator=watch + "fail('learner rank 0 is silent')",
+        learner_0=watch + consequence,
+        learner_1=SLEEP,
+    ) as run:
         run.all_started()
         time.sleep(0.3)
         os.kill(run.pid("learner.1"), signal.SIGKILL)
@@ -357,8 +382,12 @@ def test_the_orchestrator_is_named_when_it_ended_the_run(tmp_path: Path) -> None
 
 
 def test_of_two_errors_the_earliest_is_named(tmp_path: Path) -> None:
-    with started(tmp_path, orchestrator="wait_for_end('learner.1'); time.sleep(0.3); fail('late')", learner=SLEEP,
-                 learner_1="wait('go'); fail('early')") as run:  # fmt: skip
+    with started(
+        tmp_path,
+        orchestrator="wait_for_end('learner.1'); time.sleep(0.3); fail('late')",
+        learner=SLEEP,
+        learner_1="wait('go'); fail('early')",
+    ) as run:
         run.all_started()
         (tmp_path / "go").touch()
         code, _, err = run.wait()
@@ -398,8 +427,7 @@ def test_first_signal_stops_after_a_checkpoint(tmp_path: Path, signum: int, expe
         assert out.splitlines()[1].startswith(f"{name}: stopping after the current step")
         assert out.splitlines()[-2:] == [
             f"stopped by {name}: 0 of 3 steps; run directory: {tmp_path}",
-            "newest complete checkpoint: step_2; continue with: "
-            + workspace.resume_command(RunDirectory(tmp_path)),
+            "newest complete checkpoint: step_2; continue with: " + workspace.resume_command(RunDirectory(tmp_path)),
         ]
         run.nothing_left()
 
@@ -456,8 +484,10 @@ def test_orchestrator_that_hangs_after_a_signal(tmp_path: Path) -> None:
 
 
 def test_death_while_stopping_is_still_a_failure(tmp_path: Path) -> None:
-    orchestrator = "signal.signal(signal.SIGTERM, lambda *a: (home / 'go').touch()); (home / 'listening').touch()\n" \
-                   "for _ in range(600): time.sleep(0.1)"  # fmt: skip
+    orchestrator = (
+        "signal.signal(signal.SIGTERM, lambda *a: (home / 'go').touch()); (home / 'listening').touch()\n"
+        "for _ in range(600): time.sleep(0.1)"
+    )
     failing = "wait('go'); fail('disk full')"
     with started(tmp_path, orchestrator=orchestrator, learner_0=SLEEP, learner_1=failing) as run:
         run.all_started()
@@ -549,7 +579,7 @@ def test_what_a_resume_goes_on_from_is_never_an_earlier_one_unasked(tmp_path: Pa
         "gone": ({"step_1": MANIFEST, "step_2": MANIFEST}, "step_2", "latest names step_2, and this is no complete"),
         "only damaged": ({"step_2": MANIFEST[:40]}, "", "step_2 is damaged (manifest.json cannot be read)"),
         "all gone": ({"step_2": MANIFEST}, "step_2", "latest names step_2, and this is no complete"),
-    }  # fmt: skip
+    }
     from vcpo_megatron.launch.workspace import RunDirectoryError, chosen_checkpoint
 
     for name, (texts, lost, says) in cases.items():
@@ -617,8 +647,10 @@ def test_a_full_disk_is_named_when_the_logs_cannot_tell(tmp_path: Path, monkeypa
 
 
 def test_metrics_that_were_removed_are_noticed_at_the_end(tmp_path: Path) -> None:
-    save = "folder = home / 'checkpoints' / 'step_3'; folder.mkdir(parents=True)\n" \
-           "(folder / 'manifest.json').write_text(MANIFEST); (home / 'metrics.jsonl').unlink()\n"  # fmt: skip
+    save = (
+        "folder = home / 'checkpoints' / 'step_3'; folder.mkdir(parents=True)\n"
+        "(folder / 'manifest.json').write_text(MANIFEST); (home / 'metrics.jsonl').unlink()\n"
+    )
     with started(tmp_path, orchestrator=GOOD_ORCHESTRATOR + save) as run:
         code, _, err = run.wait()
     assert code == 0 and err == (
@@ -725,8 +757,10 @@ def test_warnings_of_the_processes_reach_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "logs" / "learner.0.log").write_text("vcpo: warning: of the attempt before\n")
     warn = "print('vcpo: warning: {}', flush=True)\n"
-    roles = {"orchestrator": warn.format("rows are missing") + GOOD_ORCHESTRATOR,
-             "learner_0": warn.format("no checksums") + GOOD_LEARNER}  # fmt: skip
+    roles = {
+        "orchestrator": warn.format("rows are missing") + GOOD_ORCHESTRATOR,
+        "learner_0": warn.format("no checksums") + GOOD_LEARNER,
+    }
     with started(tmp_path / "run", **roles) as run:
         code, out, _ = run.wait()
     told = [line for line in out.splitlines() if line.startswith("vcpo: warning: ")]

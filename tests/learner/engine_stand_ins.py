@@ -34,10 +34,21 @@ class ColumnLinear(_Linear):
     kind = "column"
 
     def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Any, gather_output: bool, bias: bool,
-        skip_bias_add: bool, is_expert: bool, skip_weight_param_allocation: bool = False,
-        tp_comm_buffer_name: str | None = None, tp_group: Any = None, stride: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Any,
+        gather_output: bool,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        skip_weight_param_allocation: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Any = None,
+        stride: int = 1,
+    ) -> None:
         assert not gather_output and not is_expert and tp_group.size() == 1
         super().__init__(input_size, output_size, config, bias, skip_bias_add and bias)
 
@@ -46,9 +57,19 @@ class RowLinear(_Linear):
     kind = "row"
 
     def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool, input_is_parallel: bool,
-        skip_bias_add: bool, is_expert: bool, tp_comm_buffer_name: str | None = None, tp_group: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Any,
+        bias: bool,
+        input_is_parallel: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Any = None,
+    ) -> None:
         assert input_is_parallel and not is_expert and tp_group.size() == 1
         super().__init__(input_size, output_size, config, bias, skip_bias_add and bias)
 
@@ -57,18 +78,33 @@ class Attention(nn.Module):
     """Softmax over the keys of one's own sequence that are not ahead, written out."""
 
     def __init__(
-        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
-        attention_dropout: float | None = None, softmax_scale: float | None = None, k_channels: int | None = None,
-        v_channels: int | None = None, num_splits: int | None = None, cp_comm_type: str | None = "p2p",
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
+        cp_comm_type: str | None = "p2p",
         pg_collection: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self._scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, attn_mask_type: Any,
-        attention_bias: Tensor | None = None, packed_seq_params: Any = None, num_splits: int | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        num_splits: int | None = None,
+    ) -> Tensor:
         edges = packed_seq_params.cu_seqlens_q
         assert torch.equal(edges, packed_seq_params.cu_seqlens_kv) and int(edges[-1]) == len(query)
         lengths = edges.diff()

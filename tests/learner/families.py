@@ -11,21 +11,40 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512,
-}  # fmt: skip
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
 
 DEEPSEEK: dict[str, Any] = {
-    "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 4,
-    "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 16,
-    "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 10,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
+}
 
 #: name -> (configuration class of transformers, what differs from SIZES)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -50,8 +69,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-moe": ("DeepseekV3Config", DEEPSEEK),
     "deepseek-moe-yarn": (
         "DeepseekV3Config",
-        {**DEEPSEEK, "q_lora_rank": None, "topk_group": 4, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0,
-         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}},
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "topk_group": 4,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+        },
     ),
     "qwen3-moe-plain": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": True}),
 }

@@ -64,9 +64,11 @@ class Policy:
         n, total = len(self.samples), sum(len(s.logp) for s in self.samples)
         for s in self.samples:
             s.coefficient = {
-                "sequence_token_mean": 1 / (n * len(s.logp)), "token_mean": 1 / total, "sequence_token_sum": 1 / n,
+                "sequence_token_mean": 1 / (n * len(s.logp)),
+                "token_mean": 1 / total,
+                "sequence_token_sum": 1 / n,
                 "constant": 1 / (n * max_new),
-            }[rule]  # fmt: skip
+            }[rule]
 
     def advantages(self, baseline: str, std: bool) -> None:
         """Of the baselines that need no norms."""
@@ -183,19 +185,39 @@ OBJECTIVES: dict[str, tuple[str, bool, str, Callable[[Sequence[Sample]], Callabl
     "ppo_clip": ("group_mean", True, "token_mean", lambda _: lambda s: _clipped(_ratio(s), s.advantage, 0.8, 1.2)),
     "decoupled_ppo": ("group_mean", True, "token_mean", lambda _: _decoupled),
     "gspo": ("group_mean", True, "sequence_token_mean", lambda _: _gspo),
-    "tis_token": ("group_mean", True, "sequence_token_mean",
-                  lambda _: lambda s: _ratio(s).detach().clamp(max=8.0) * s.advantage * s.logp),
+    "tis_token": (
+        "group_mean",
+        True,
+        "sequence_token_mean",
+        lambda _: lambda s: _ratio(s).detach().clamp(max=8.0) * s.advantage * s.logp,
+    ),
     "tis_sequence": ("group_mean", True, "sequence_token_mean", lambda _: sequence_weighted),
     "vcpo_ess_only": ("group_mean", True, "sequence_token_mean", lambda _: sequence_weighted),
     "mis": ("group_mean", True, "sequence_token_mean", lambda _: _mis),
     "icepop": ("group_mean", True, "sequence_token_mean", lambda _: _icepop),
-    "m2po": ("group_mean", True, "token_mean",
-             lambda all: lambda s: torch.where((s.logp - s.mu) ** 2 <= _m2_kept(all), _ratio(s) * s.advantage, 0.0)),
-    "cispo": ("group_mean", True, "token_mean",
-              lambda _: lambda s: _ratio(s).detach().clamp(max=5.0) * s.advantage * s.logp),
-    "p3o": ("group_mean", True, "token_mean",
-            lambda all: lambda s: _ratio(s).detach().clamp(max=_token_ess(all)) * s.advantage * s.logp
-            - (1 - _token_ess(all)) * (s.logp - s.mu + _bounded_exp(s.mu - s.logp) - 1)),
+    "m2po": (
+        "group_mean",
+        True,
+        "token_mean",
+        lambda all: lambda s: torch.where((s.logp - s.mu) ** 2 <= _m2_kept(all), _ratio(s) * s.advantage, 0.0),
+    ),
+    "cispo": (
+        "group_mean",
+        True,
+        "token_mean",
+        lambda _: lambda s: _ratio(s).detach().clamp(max=5.0) * s.advantage * s.logp,
+    ),
+    "p3o": (
+        "group_mean",
+        True,
+        "token_mean",
+        lambda all: (
+            lambda s: (
+                _ratio(s).detach().clamp(max=_token_ess(all)) * s.advantage * s.logp
+                - (1 - _token_ess(all)) * (s.logp - s.mu + _bounded_exp(s.mu - s.logp) - 1)
+            )
+        ),
+    ),
     "mu_grpo": ("group_mean", True, "sequence_token_mean", lambda _: _veto),
     "asymmetric": ("group_mean", True, "sequence_token_mean", lambda _: _asymmetric),
-}  # fmt: skip
+}

@@ -23,19 +23,39 @@ from vcpo_megatron.types import Batch, Group, PolicyVersion, Trajectory, Turn, V
 
 VOCABULARY = 30
 _CONFIGS = {
-    "qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "moe": Qwen3MoeConfig, "shared": Qwen2MoeConfig,
-    "latent": DeepseekV3Config, "windowed": Qwen2Config,
-}  # fmt: skip
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "moe": Qwen3MoeConfig,
+    "shared": Qwen2MoeConfig,
+    "latent": DeepseekV3Config,
+    "windowed": Qwen2Config,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "moe": _EXPERTS,
     "latent": {
-        "num_key_value_heads": 4, "head_dim": 8, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 4,
-        "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 16,
-        "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 10,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 20,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 10,
         "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
-            "mscale": 0.7, "mscale_all_dim": 0.9,
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.9,
         },
     },
     "windowed": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
@@ -50,9 +70,15 @@ def make_model_folder(
     torch.manual_seed(7)
     sizes = {"num_key_value_heads": 2, "head_dim": 8, **_OPTIONS.get(family, {})}
     config = _CONFIGS[family](
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-        max_position_embeddings=128, tie_word_embeddings=tied, **sizes,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        **sizes,
+    )
     model = AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -115,7 +141,12 @@ def make_config(model: Path, ranks: int, /, **sections: dict[str, Any]) -> RunCo
 
 
 def make_batch(
-    model: Path, step: int = 0, *, spread: float = 0.4, shift: float = 0.0, temperature: float = 0.9,
+    model: Path,
+    step: int = 0,
+    *,
+    spread: float = 0.4,
+    shift: float = 0.0,
+    temperature: float = 0.9,
     right_or_wrong: bool = False,
 ) -> Batch:
     """4 groups of 4 with lengths of 3 to 30 tokens, one group without variance, observation tokens in some.

@@ -22,11 +22,15 @@ def test_changed_bytes_are_found_in_every_kind_of_file(tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "model", layers=2)
     config = make_config(model, 2, parallel={"tensor": 2}, algorithm={"kl_reference": "initial", "kl_coef": 0.01})
     directory = RunDirectory(tmp_path / "run")
-    arguments = {"config": config, "batches": [make_batch(model, n) for n in (0, 1)], "run_dir": str(directory.path),
-                 "changes": CHANGES}  # fmt: skip
+    arguments = {
+        "config": config,
+        "batches": [make_batch(model, n) for n in (0, 1)],
+        "run_dir": str(directory.path),
+        "changes": CHANGES,
+    }
     whole, *told, rope, weights, earlier, size = run_world(
         2, "learner.run_checkpoints:loads_after_changes", arguments, timeout_s=250
-    )  # fmt: skip
+    )
     assert whole == ""
     for name, message in zip(CHANGES, told, strict=True):
         assert message.startswith(f"checkpoint {directory.checkpoint(2)} has changed since it was written: {name} has ")

@@ -38,6 +38,8 @@ def test_a_full_disk_is_found_when_the_error_does_not_tell(tmp_path: Path, monke
 
 @pytest.mark.parametrize("error", [EOFError(), ValueError("Expecting value: line 1 column 1 (char 0)")])
 def test_a_damaged_checkpoint_is_named_and_not_only_its_error(tmp_path: Path, error: Exception) -> None:
-    with pytest.raises(CheckpointError, match=f"^cannot read checkpoint {tmp_path}: {type(error).__name__}: "), \
-            reading(tmp_path):  # fmt: skip
+    with (
+        pytest.raises(CheckpointError, match=f"^cannot read checkpoint {tmp_path}: {type(error).__name__}: "),
+        reading(tmp_path),
+    ):
         raise error

@@ -126,9 +126,7 @@ def test_one_bit_of_an_import(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_of_an_import_that_is_gone(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_an_import_that_is_gone(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (checkpoint / "hf" / "generation_config.json").unlink()
     assert convert("export", checkpoint, tmp_path / "out", "--quiet") == 1
     assert "hf/generation_config.json cannot be read (No such file or directory)" in capsys.readouterr().err

@@ -207,9 +207,7 @@ def test_a_byte_order_mark(folder: Path, tmp_path: Path) -> None:
 # --- names ------------------------------------------------------------------------------------
 
 
-def test_names_reach_the_terminal_as_text(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_reach_the_terminal_as_text(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(folder, bad := tmp_path / "bad")
     tensors = load_file(bad / "model.safetensors")
     save_file({**tensors, "\x1b[2J\u202eclear": torch.ones(1)}, bad / "model.safetensors", metadata={"format": "pt"})

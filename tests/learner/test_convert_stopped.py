@@ -111,9 +111,12 @@ def test_a_resumed_import_ends_at_100_percent(tmp_path: Path, family: str, monke
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_told_as_ctrl_c_is(
-    folder: Path, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    tmp_path: Path,
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     write = CheckpointWriter.write
 
     def handler(*_: Any) -> None:

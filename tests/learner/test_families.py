@@ -64,9 +64,7 @@ def checkpoints(folders: dict[str, Path]) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    folders: dict[str, Path], checkpoints: dict[str, Path]
-) -> Callable[[str, str], dict[str, Any]]:
+def outcomes(folders: dict[str, Path], checkpoints: dict[str, Path]) -> Callable[[str, str], dict[str, Any]]:
     """outcomes(layout, family); layouts with the same number of ranks share one launch."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
 

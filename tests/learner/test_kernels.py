@@ -29,13 +29,21 @@ def package(root: Path, files: dict[str, str]) -> None:
         ({}, InstalledKernels()),
         ({"apex/__init__.py": "raise SystemExit('imported')"}, InstalledKernels(apex="another package")),
         ({"apex/__init__.py": "", "apex/optimizers/fused_adam.py": ""}, InstalledKernels(apex="without extensions")),
-        ({"apex/__init__.py": "", "apex/optimizers/fused_adam.py": "", "amp_C.py": ""},
-         InstalledKernels(apex="usable")),
+        (
+            {"apex/__init__.py": "", "apex/optimizers/fused_adam.py": "", "amp_C.py": ""},
+            InstalledKernels(apex="usable"),
+        ),
         ({"transformer_engine/__init__.py": ""}, InstalledKernels()),  # without its part for PyTorch
-        ({"transformer_engine/__init__.py": "", "transformer_engine/pytorch/optimizers/__init__.py": "",
-          "fused_weight_gradient_mlp_cuda.py": ""}, InstalledKernels(True, "none", True)),
+        (
+            {
+                "transformer_engine/__init__.py": "",
+                "transformer_engine/pytorch/optimizers/__init__.py": "",
+                "fused_weight_gradient_mlp_cuda.py": "",
+            },
+            InstalledKernels(True, "none", True),
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_installed_is_found_without_an_import(
     files: dict[str, str], expected: InstalledKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,10 +32,12 @@ def test_engines_layers_take_the_step_of_the_oracle(tmp_path: Path) -> None:
     """Attention is told the boundaries of a pack; matrices get one trajectory a micro-batch, as the log says."""
     models = {family: make_model_folder(tmp_path / family, family) for family in {case[0] for case in CASES}}
     cases = [
-        (make_config(models[family], 2, model=model, parallel=parallel, algorithm=algorithm),
-         [make_batch(models[family])])
+        (
+            make_config(models[family], 2, model=model, parallel=parallel, algorithm=algorithm),
+            [make_batch(models[family])],
+        )
         for family, model, parallel, algorithm in CASES
-    ]  # fmt: skip
+    ]
     found = run_world(2, "learner.run_layouts:with_engine_layers", {"cases": cases}, timeout_s=400)
     rows = zip(CASES, cases, found["outcomes"], found["said"], found["seen"], strict=True)
     for (family, model, *_), (config, (batch,)), outcome, said, (linears, formats) in rows:

@@ -202,14 +202,18 @@ def test_replicas_and_batches_without_a_gradient(models: dict[tuple[str, bool], 
     model = models["qwen2", False]
     batch = make_batch(model)
     two = replace(batch, groups=batch.groups[1:3])
-    members = [replace(group, trajectories=tuple(replace(t, reward=1.0) for t in group.trajectories))
-               for group in batch.groups]  # fmt: skip
+    members = [
+        replace(group, trajectories=tuple(replace(t, reward=1.0) for t in group.trajectories)) for group in batch.groups
+    ]
     equal = replace(batch, groups=tuple(members))
     vpp = {"pipeline": 2, "virtual_pipeline": 2}
     unclipped = {"optimizer": {**OVERLAPPED["optimizer"], "clip_grad": 0.0}, **DEFERRED}
     layouts: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, OVERLAPPED), ({}, unclipped), (vpp, {})]
-    cases = [(make_config(model, 2, parallel=parallel, **sections), [b])
-             for b in (two, equal) for parallel, sections in layouts]  # fmt: skip
+    cases = [
+        (make_config(model, 2, parallel=parallel, **sections), [b])
+        for b in (two, equal)
+        for parallel, sections in layouts
+    ]
     outcomes = run_world(2, ONE_STEP, {"cases": cases}, timeout_s=250)
     for (config, (b,)), outcome in zip(cases, outcomes, strict=True):
         oracle, metrics = oracle_step(model, b, config), outcome["results"][0].metrics
@@ -222,9 +226,13 @@ def test_replicas_and_batches_without_a_gradient(models: dict[tuple[str, bool], 
 
 
 FOREIGN = [
-    Case(2), Case(2, family="qwen3", tied=True, sections=DEFERRED), Case(2, sections=TWO_PASS), Case(2, sections=FULL),
-    Case(2, {"pipeline": 2}), Case(2, {"pipeline": 2, "virtual_pipeline": 2}, sections=DEFERRED),
-]  # fmt: skip
+    Case(2),
+    Case(2, family="qwen3", tied=True, sections=DEFERRED),
+    Case(2, sections=TWO_PASS),
+    Case(2, sections=FULL),
+    Case(2, {"pipeline": 2}),
+    Case(2, {"pipeline": 2, "virtual_pipeline": 2}, sections=DEFERRED),
+]
 FOREIGN_REFUSED = [({"tensor": 2}, "parallel.tensor = 2"), ({"context": 2}, "parallel.context = 2")]
 
 
@@ -233,8 +241,13 @@ def test_a_layer_of_an_unknown_kind_takes_one_trajectory_a_micro_batch(tmp_path:
     """Norms of a class that the learner does not know: the same step, said in the log; where it cannot be, refused."""
     folders = {(c.family, c.tied): tmp_path / f"{c.family}{c.tied}" for c in FOREIGN}
     models = {kind: make_model_folder(folder, kind[0], tied=kind[1]) for kind, folder in folders.items()}
-    cases = [(make_config(models[c.family, c.tied], 2, parallel=c.parallel, **c.sections),
-              [make_batch(models[c.family, c.tied])]) for c in FOREIGN]  # fmt: skip
+    cases = [
+        (
+            make_config(models[c.family, c.tied], 2, parallel=c.parallel, **c.sections),
+            [make_batch(models[c.family, c.tied])],
+        )
+        for c in FOREIGN
+    ]
     refused = [make_config(next(iter(models.values())), 2, parallel=p) for p, _ in FOREIGN_REFUSED]
     arguments = {"cases": cases, "refused": refused}
     found = run_world(2, "learner.run_layouts:with_foreign_norms", arguments, timeout_s=400)
@@ -252,10 +265,14 @@ def test_weights_beyond_fp32_skip_the_step(models: dict[tuple[str, bool], Path])
     model = models["qwen2", False]
     far, near = make_batch(model, shift=100.0), make_batch(model, 1)
     layouts: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"pipeline": 2}, {}), ({}, {"opob_mode": "deferred"}), ({"tensor": 2}, {"method": "vcpo_ess_only"}),
-    ]  # fmt: skip
-    cases = [(make_config(model, 2, parallel=parallel, algorithm={**keys, "is_threshold": float("inf")}), [far, near])
-             for parallel, keys in layouts]  # fmt: skip
+        ({"pipeline": 2}, {}),
+        ({}, {"opob_mode": "deferred"}),
+        ({"tensor": 2}, {"method": "vcpo_ess_only"}),
+    ]
+    cases = [
+        (make_config(model, 2, parallel=parallel, algorithm={**keys, "is_threshold": float("inf")}), [far, near])
+        for parallel, keys in layouts
+    ]
     for (config, _), outcome in zip(cases, run_world(2, ONE_STEP, {"cases": cases}), strict=True):
         first, second = outcome["results"]
         assert first.skipped == "non-finite step" and not second.skipped
@@ -348,8 +365,11 @@ def test_a_checkpoint_with_experts_apart_is_refused_without_and_the_reverse(
     """Megatron keeps one optimizer or two, in different structures: the learner says so before it reads any."""
     model = models["moe", False]
     apart, together = (make_config(model, 2, parallel=p, **DISTRIBUTED) for p in ({"expert": 2}, {}))
-    arguments = {"pairs": [(apart, together), (together, apart)], "batches": [make_batch(model, n) for n in (0, 1)],
-                 "run_dir": str(tmp_path)}  # fmt: skip
+    arguments = {
+        "pairs": [(apart, together), (together, apart)],
+        "batches": [make_batch(model, n) for n in (0, 1)],
+        "run_dir": str(tmp_path),
+    }
     with_experts, without = run_world(2, "learner.run_layouts:refusals", arguments, timeout_s=250)
     assert "does not fit this run: parallel.expert > 1 True in the checkpoint, False now" in with_experts
     assert "does not fit this run: parallel.expert > 1 False in the checkpoint, True now" in without

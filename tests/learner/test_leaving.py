@@ -25,12 +25,16 @@ CASES = {
     "ep2": ("moe", {"expert": 2}, {}, 6, True),
     "dp2 while tokens of experts are counted": ("moe", {}, {"algorithm": {"global_aux_loss": 0.1}}, 3, True),
     "dp2 behind the count": (
-        "moe", {}, {"algorithm": {"global_aux_loss": 0.1, "kl_coef": 0.1, "kl_reference": "initial"}}, 8, True,
+        "moe",
+        {},
+        {"algorithm": {"global_aux_loss": 0.1, "kl_coef": 0.1, "kl_reference": "initial"}},
+        8,
+        True,
     ),
     "pp2 before a pass": ("qwen2", {"pipeline": 2}, {}, 2, True),
     "pp2 too late": ("qwen2", {"pipeline": 2}, {}, 3, False),  # its second pass is in flight: the step is finished
     "tp2 too late": ("qwen2", {"tensor": 2}, {}, LATE, False),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

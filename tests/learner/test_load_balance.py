@@ -20,16 +20,21 @@ SP: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
 #: ranks -> (layout, [algorithm], [model], max_pack_tokens).
 CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]]] = {
     1: [
-        ({}, {}, {}, 40), ({}, {}, {}, 1000), ({}, {"opob_mode": "two_pass"}, {"recompute": "full"}, 1),
+        ({}, {}, {}, 40),
+        ({}, {}, {}, 1000),
+        ({}, {"opob_mode": "two_pass"}, {"recompute": "full"}, 1),
         ({}, {"method": "vcpo_ess_only"}, {}, 40),
     ],
     2: [
-        ({}, {}, {}, 40), ({"expert": 2}, {}, {}, 40), ({**SP, "expert_tensor": 2}, {"opob_mode": "deferred"}, {}, 40),
-        ({"context": 2, "expert": 2}, {}, {"recompute": "full"}, 40), ({"pipeline": 2}, {}, {}, 40),
+        ({}, {}, {}, 40),
+        ({"expert": 2}, {}, {}, 40),
+        ({**SP, "expert_tensor": 2}, {"opob_mode": "deferred"}, {}, 40),
+        ({"context": 2, "expert": 2}, {}, {"recompute": "full"}, 40),
+        ({"pipeline": 2}, {}, {}, 40),
         ({"pipeline": 2, "virtual_pipeline": 2}, {"opob_mode": "deferred"}, {"recompute": "selective"}, 40),
     ],
     4: [({"expert": 2}, {}, {}, 40), ({**SP, "expert": 2, "pipeline": 2}, {}, {}, 40)],
-}  # fmt: skip
+}
 
 
 def balance(folder: Path, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
@@ -58,12 +63,19 @@ def test_its_gradient_is_added_once_in_every_layout(tmp_path: Path) -> None:
     value, pull = balance(model, batch)
     for ranks, rows in CASES.items():
         configs = [
-            make_config(model, ranks, parallel=parallel, algorithm={**algorithm, "global_aux_loss": COEFFICIENT},
-                        model=held, train={"max_pack_tokens": pack})
+            make_config(
+                model,
+                ranks,
+                parallel=parallel,
+                algorithm={**algorithm, "global_aux_loss": COEFFICIENT},
+                model=held,
+                train={"max_pack_tokens": pack},
+            )
             for parallel, algorithm, held, pack in rows
-        ]  # fmt: skip
-        outcomes = run_world(ranks, "learner.run_layouts:one_step_each", {"cases": [(c, [batch]) for c in configs]},
-                             timeout_s=300)  # fmt: skip
+        ]
+        outcomes = run_world(
+            ranks, "learner.run_layouts:one_step_each", {"cases": [(c, [batch]) for c in configs]}, timeout_s=300
+        )
         for row, config, outcome in zip(rows, configs, outcomes, strict=True):
             oracle, result = oracle_step(model, batch, config), outcome["results"][0]
             largest = max(float(g.abs().max()) for g in oracle.gradients.values())

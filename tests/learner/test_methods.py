@@ -40,8 +40,11 @@ class Case:
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
-    "single": (1, {}), "tp2": (2, {"tensor": 2}), "pp2": (2, {"pipeline": 2}), "dp2": (2, {}),
-}  # fmt: skip
+    "single": (1, {}),
+    "tp2": (2, {"tensor": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "dp2": (2, {}),
+}
 #: ranks -> layouts of the estimate of norms from logits
 PROXY: dict[int, list[dict[str, int]]] = {1: [{}], 2: [{"tensor": 2}, {"pipeline": 2}, {}, {"context": 2}]}
 CASES: dict[str, Case] = {}
@@ -63,14 +66,17 @@ CASES["right or wrong deferred"] = Case(1, {"opob_mode": "deferred"}, pack=1000,
 for _layout in ("single", "pp2"):
     CASES[f"vcpo_opob_only {_layout}"] = Case(LAYOUTS[_layout][0], {"method": "vcpo_opob_only"}, LAYOUTS[_layout][1])
 for _name, _ranks, _keys, _parallel in (
-    ("", 1, {}, {}), ("right or wrong ", 1, {}, {}), ("vcpo_ess_only ", 1, {"method": "vcpo_ess_only"}, {}),
-    ("tp2 ", 2, {}, {"tensor": 2}), ("pp2 ", 2, {}, {"pipeline": 2}), ("right or wrong dp2 ", 2, {}, {}),
-    ("cp2 ", 2, {}, {"context": 2}), ("two_pass dp2 ", 2, {"opob_mode": "two_pass"}, {}),
+    ("", 1, {}, {}),
+    ("right or wrong ", 1, {}, {}),
+    ("vcpo_ess_only ", 1, {"method": "vcpo_ess_only"}, {}),
+    ("tp2 ", 2, {}, {"tensor": 2}),
+    ("pp2 ", 2, {}, {"pipeline": 2}),
+    ("right or wrong dp2 ", 2, {}, {}),
+    ("cp2 ", 2, {}, {"context": 2}),
+    ("two_pass dp2 ", 2, {"opob_mode": "two_pass"}, {}),
     ("right or wrong deferred pp2 ", 2, {"opob_mode": "deferred"}, {"pipeline": 2}),
 ):
-    CASES[f"{_name}anchored"] = Case(
-        _ranks, _keys, _parallel, pack=1000, binary=_name.startswith("right"), anchor=0.5
-    )
+    CASES[f"{_name}anchored"] = Case(_ranks, _keys, _parallel, pack=1000, binary=_name.startswith("right"), anchor=0.5)
 for _rule in RULES:
     CASES[f"{_rule} opob"] = Case(1, {"loss_normalization": _rule}, pack=30)
     CASES[f"{_rule} opob whole groups dp2"] = Case(2, {"loss_normalization": _rule}, pack=1000)
@@ -110,8 +116,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], P
 @pytest.fixture(scope="module")
 def outcomes(models: dict[tuple[str, bool], Path]) -> dict[str, tuple[Case, RunConfig, Path, Batch, dict[str, Any]]]:
     found = {}
-    batches = {(kind, far, binary): make_batch(models[kind], spread=6.0 if far else 0.4, right_or_wrong=binary)
-               for kind in models for far, binary in ((False, False), (True, False), (False, True))}  # fmt: skip
+    batches = {
+        (kind, far, binary): make_batch(models[kind], spread=6.0 if far else 0.4, right_or_wrong=binary)
+        for kind in models
+        for far, binary in ((False, False), (True, False), (False, True))
+    }
     for ranks in (1, 2):
         names = [name for name, case in CASES.items() if case.ranks == ranks]
         prepared = []
@@ -120,10 +129,13 @@ def outcomes(models: dict[tuple[str, bool], Path]) -> dict[str, tuple[Case, RunC
             model = models[case.family, case.tied]
             batch = batches[(case.family, case.tied), case.far, case.binary]
             config = make_config(
-                model, ranks, parallel=case.parallel, train={"max_pack_tokens": case.pack},
+                model,
+                ranks,
+                parallel=case.parallel,
+                train={"max_pack_tokens": case.pack},
                 algorithm={**case.algorithm, "behavior_anchor": case.anchor},
                 optimizer={"lr": 1e-30} if case.anchor else {},
-            )  # fmt: skip
+            )
             prepared.append((case, config, model, batch))
         cases = [(config, [batch] * (2 if case.anchor else 1)) for case, config, _, batch in prepared]
         results = run_world(ranks, "learner.run_layouts:one_step_each", {"cases": cases}, timeout_s=600)
@@ -202,15 +214,21 @@ def test_regularizers_accumulators_and_proxy(models: dict[tuple[str, bool], Path
     terms = {"kl_coef": 0.3, "kl_reference": "initial", "entropy_coef": 0.2}
     layouts = [("accumulate", *LAYOUTS[n]) for n in ("single", "tp2", "pp2", "dp2")]
     layouts += [("accumulate", 2, {"context": 2})]
-    layouts += [("deferred", *LAYOUTS["single"]), ("two_pass", *LAYOUTS["pp2"]), ("plain", *LAYOUTS["single"]),
-                ("plain", *LAYOUTS["pp2"])]  # fmt: skip
+    layouts += [
+        ("deferred", *LAYOUTS["single"]),
+        ("two_pass", *LAYOUTS["pp2"]),
+        ("plain", *LAYOUTS["single"]),
+        ("plain", *LAYOUTS["pp2"]),
+    ]
     policy, reference = Policy(model, batch), Policy(other, batch)
     policy.normalize("sequence_token_mean")
     norms = policy.opob()
-    kl = torch.stack([
-        s.coefficient * ((r.logp.detach() - s.logp).exp() - (r.logp.detach() - s.logp) - 1).sum()
-        for s, r in zip(policy.samples, reference.samples, strict=True)
-    ]).sum()  # fmt: skip
+    kl = torch.stack(
+        [
+            s.coefficient * ((r.logp.detach() - s.logp).exp() - (r.logp.detach() - s.logp) - 1).sum()
+            for s, r in zip(policy.samples, reference.samples, strict=True)
+        ]
+    ).sum()
     entropy = torch.stack([s.coefficient * s.entropy.sum() for s in policy.samples]).sum()
     exact = policy.gradient(policy.loss(sequence_weighted) + 0.3 * kl - 0.2 * entropy)
     alone = policy.gradient(policy.loss(sequence_weighted))
@@ -224,15 +242,19 @@ def test_regularizers_accumulators_and_proxy(models: dict[tuple[str, bool], Path
             cases.append((make_config(other, ranks, parallel=parallel, algorithm=algorithm), model, [batch]))
         others = [({"opob_mode": "proxy"}, parallel) for parallel in PROXY[ranks]]
         others += [({"opob_accumulator_dtype": "bfloat16"}, {})] if ranks == 1 else []
-        cases += [(make_config(model, ranks, parallel=parallel, algorithm=algorithm), model, [batch])
-                  for algorithm, parallel in others]  # fmt: skip
+        cases += [
+            (make_config(model, ranks, parallel=parallel, algorithm=algorithm), model, [batch])
+            for algorithm, parallel in others
+        ]
         results = run_world(ranks, "learner.run_layouts:steps_from_other_weights", {"cases": cases}, timeout_s=400)
         for (mode, _), outcome in zip(mine, results, strict=False):
             assert_gradients(outcome, plain if mode == "plain" else exact)
             metrics = outcome["results"][-1].metrics
             tokens = sum(len(s.logp) for s in policy.samples)
-            k3 = sum(float(((r.logp - s.logp).exp() - (r.logp - s.logp) - 1).detach().sum())
-                     for s, r in zip(policy.samples, reference.samples, strict=True))  # fmt: skip
+            k3 = sum(
+                float(((r.logp - s.logp).exp() - (r.logp - s.logp) - 1).detach().sum())
+                for s, r in zip(policy.samples, reference.samples, strict=True)
+            )
             assert metrics["kl/reference"] == pytest.approx(k3 / tokens, rel=1e-3)
             if mode != "plain":
                 found = outcome["results"][-1].trajectories
@@ -254,8 +276,10 @@ def _check_proxy(policy: Policy, outcome: dict[str, Any]) -> None:
         rewards = torch.tensor([s.reward for s in group], dtype=torch.float64)
         if len(set(rewards.tolist())) == 1:
             continue
-        shares = [float(2 * (s.logp - s.mu).sum().detach()) + float((s.coefficient**2 * s.score_squares.sum()).log())
-                  for s in group]  # fmt: skip
+        shares = [
+            float(2 * (s.logp - s.mu).sum().detach()) + float((s.coefficient**2 * s.score_squares.sum()).log())
+            for s in group
+        ]
         b = float((torch.softmax(torch.tensor(shares, dtype=torch.float64), 0) * rewards).sum())
         for row in rows[first : first + 4]:
             assert row.baseline == pytest.approx(b, abs=2e-5)

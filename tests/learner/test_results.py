@@ -72,9 +72,17 @@ def test_metrics_of_known_rows() -> None:
     tenths = torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64)
     facts = RowFacts.of(groups, scales, torch.tensor([0.5, 0.5, 1.0]), tenths)
     metrics = step_metrics(
-        table, facts, torch.tensor([1.0, 2.0, 1.0]).double(), ess_ratio=0.5, ess_ratio_truncated=0.5, ess_scale=0.7,
-        learning_rate=1e-3, total_norm=2.0, skipped=False, seconds=1.0,
-    )  # fmt: skip
+        table,
+        facts,
+        torch.tensor([1.0, 2.0, 1.0]).double(),
+        ess_ratio=0.5,
+        ess_ratio_truncated=0.5,
+        ess_scale=0.7,
+        learning_rate=1e-3,
+        total_norm=2.0,
+        skipped=False,
+        seconds=1.0,
+    )
     # -(2 * (1 - .25) * 1 * .1 * -1  +  2 * (0 - .25) * 2 * .1 * -3) = .15 - .3
     assert metrics["loss"] == pytest.approx(-0.15)
     assert metrics["groups/zero_variance"] == 1

@@ -58,15 +58,21 @@ def sending(
     tmp_path: Path, *, timeout_s: float, sync_timeout_s: float
 ) -> Iterator[tuple[WeightSender, Control, Gatherer]]:
     values: dict[str, Any] = {
-        "model": {"path": "/nowhere"}, "environment": {"name": "fake"}, "train": {"steps": 1},
+        "model": {"path": "/nowhere"},
+        "environment": {"name": "fake"},
+        "train": {"steps": 1},
         "launch": {"timeout_s": timeout_s},
         "rollout": {"sync": "tensor", "bucket_bytes": 4, "sync_timeout_s": sync_timeout_s},
-    }  # fmt: skip
+    }
     control, gatherer, alone = Control(), Gatherer(), SimpleNamespace(world_size=1, rank=0)
     sender = WeightSender(
-        RunConfig.model_validate(values), ProcessContext(tmp_path, 1, None, "token", "tcp://none", ()),
-        alone, None, gatherer, control,  # type: ignore[arg-type]
-    )  # fmt: skip
+        RunConfig.model_validate(values),
+        ProcessContext(tmp_path, 1, None, "token", "tcp://none", ()),
+        alone,
+        None,
+        gatherer,
+        control,  # type: ignore[arg-type]
+    )
     try:
         yield sender, control, gatherer
     finally:

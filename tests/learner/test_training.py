@@ -16,15 +16,21 @@ RATES: list[tuple[dict[str, Any], list[float]]] = [
     ({}, [1.0] * 11),
     ({"warmup_steps": 4}, [0.25, 0.5, 0.75, *[1.0] * 8]),
     # 0.5 (1 + cos(pi t / 11)) scaled to [0.1, 1], t = 1..11: the last step of the run is not yet at min_lr
-    ({"schedule": "cosine", "min_lr": 0.1},
-     [0.9818, 0.9286, 0.8447, 0.7369, 0.6140, 0.4860, 0.3631, 0.2553, 0.1714, 0.1182, 0.1]),
+    (
+        {"schedule": "cosine", "min_lr": 0.1},
+        [0.9818, 0.9286, 0.8447, 0.7369, 0.6140, 0.4860, 0.3631, 0.2553, 0.1714, 0.1182, 0.1],
+    ),
     # warm-up over 3, then cosine over the remaining 8 down to 0
-    ({"schedule": "cosine", "warmup_steps": 3},
-     [0.3333, 0.6667, 1.0, 0.9619, 0.8536, 0.6913, 0.5, 0.3087, 0.1464, 0.0381, 0.0]),
+    (
+        {"schedule": "cosine", "warmup_steps": 3},
+        [0.3333, 0.6667, 1.0, 0.9619, 0.8536, 0.6913, 0.5, 0.3087, 0.1464, 0.0381, 0.0],
+    ),
     # stable until 11 - 5, then linearly to min_lr 0.5
-    ({"schedule": "wsd", "warmup_steps": 2, "decay_steps": 5, "min_lr": 0.5},
-     [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5]),
-]  # fmt: skip
+    (
+        {"schedule": "wsd", "warmup_steps": 2, "decay_steps": 5, "min_lr": 0.5},
+        [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5],
+    ),
+]
 
 
 @pytest.mark.parametrize(("keys", "expected"), RATES, ids=[str(keys) for keys, _ in RATES])

@@ -47,9 +47,14 @@ def run_world(
         processes: list[BaseProcess] = []
         for rank in range(ranks):
             environment = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
-            }  # fmt: skip
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "OMP_NUM_THREADS": "1",
+            }
             processes.append(context.Process(target=run_rank, args=(function, folder, {**os.environ, **environment})))
             processes[-1].start()
         deadline = time.monotonic() + timeout_s

@@ -110,9 +110,15 @@ def test_row_reduces_each_name_by_the_table() -> None:
     metrics.distribution("staleness", np.array([0, 0, 1, 4]))
     row = metrics.row()
     assert row == {
-        "step": 4.0, "reward/mean": 0.5, "lr/effective": 2e-6, "weight/max": 7.5, "staleness/mean": 1.25,
-        "staleness/p95": 4.0, "staleness/max": 4.0, "time/sync": 0.75,
-    }  # fmt: skip
+        "step": 4.0,
+        "reward/mean": 0.5,
+        "lr/effective": 2e-6,
+        "weight/max": 7.5,
+        "staleness/mean": 1.25,
+        "staleness/p95": 4.0,
+        "staleness/max": 4.0,
+        "time/sync": 0.75,
+    }
     assert list(row) == [name for name in METRICS if name in row]
     assert all(type(value) is float for value in row.values())
 
@@ -131,6 +137,8 @@ def test_unknown_names_are_refused_with_the_nearest_one() -> None:
 
 
 def test_package_needs_no_torch() -> None:
-    code = ("import sys; sys.modules['torch'] = sys.modules['tensorflow'] = None\n"
-            "from vcpo_megatron.observability import metrics, progress, sinks")  # fmt: skip
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['tensorflow'] = None\n"
+        "from vcpo_megatron.observability import metrics, progress, sinks"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

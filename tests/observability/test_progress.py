@@ -11,9 +11,16 @@ from vcpo_megatron.observability import progress as module
 from vcpo_megatron.observability.progress import Progress
 
 ROW = {
-    "step": 11, "eval/accuracy": 0.53125, "reward/mean": 0.5, "ess/ratio": 0.874, "ess/lr_scale": 0.9349,
-    "staleness/mean": 2.06, "staleness/max": 4.0, "tokens/trained": 3000.0, "time/step": 2.5,
-}  # fmt: skip
+    "step": 11,
+    "eval/accuracy": 0.53125,
+    "reward/mean": 0.5,
+    "ess/ratio": 0.874,
+    "ess/lr_scale": 0.9349,
+    "staleness/mean": 2.06,
+    "staleness/max": 4.0,
+    "tokens/trained": 3000.0,
+    "time/step": 2.5,
+}
 
 
 class Terminal(io.StringIO):

@@ -254,9 +254,14 @@ class FakeClient:
 
 
 def answer(
-    input_ids: Sequence[int], sampling: SamplingParams, rid: str, first: str, last: str, policy: object,
+    input_ids: Sequence[int],
+    sampling: SamplingParams,
+    rid: str,
+    first: str,
+    last: str,
+    policy: object,
     cut: int | None = None,
-) -> GenerateResult:  # fmt: skip
+) -> GenerateResult:
     """Tokens that depend on ``policy`` and on the seed, or without one on the request id; half by each version when
     they differ; aborted after ``cut`` of them."""
     key = rid if sampling.sampling_seed is None else str(sampling.sampling_seed)
@@ -436,8 +441,13 @@ class FakeLearner(threading.Thread):
         directory = self._context.directory
         directory.checkpoint(message.step).mkdir(parents=True, exist_ok=True)
         self.save(directory.checkpoint(message.step))
-        manifest = Manifest(step=message.step, attempt=self.version.attempt, version_number=message.step, learner={},
-                            orchestrator=message.state)  # fmt: skip
+        manifest = Manifest(
+            step=message.step,
+            attempt=self.version.attempt,
+            version_number=message.step,
+            learner={},
+            orchestrator=message.state,
+        )
         directory.complete(message.step, manifest)
         self.checkpoints.append(message.step)
         client.send(CheckpointDone(message.step, 0.1))
@@ -463,9 +473,13 @@ class FakeRun:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._port = HeldPort()
         self.context = ProcessContext(
-            run_dir=self.run_dir, attempt=self.attempt, resume_step=self.resume_step, token="t",
-            control=f"tcp://127.0.0.1:{self._port.port}", server_ports=(),
-        )  # fmt: skip
+            run_dir=self.run_dir,
+            attempt=self.attempt,
+            resume_step=self.resume_step,
+            token="t",
+            control=f"tcp://127.0.0.1:{self._port.port}",
+            server_ports=(),
+        )
         self.learner = FakeLearner(self.context)
 
     def run(self, timeout_s: float = 50.0) -> str:
@@ -483,10 +497,16 @@ class FakeRun:
             self.setup(self)
         control = ControlServer(self.context.control, self.context.token)
         parts = Parts(
-            environment=self.environment, fleet=self.fleet, recorded=recorded, socket=control,
-            sinks=lambda first: [JsonlSink(self.context.directory.metrics)], changes=self.changes, steps=steps,
-            vocab_size=VOCABULARY, context_length=CONTEXT,
-        )  # fmt: skip
+            environment=self.environment,
+            fleet=self.fleet,
+            recorded=recorded,
+            socket=control,
+            sinks=lambda first: [JsonlSink(self.context.directory.metrics)],
+            changes=self.changes,
+            steps=steps,
+            vocab_size=VOCABULARY,
+            context_length=CONTEXT,
+        )
         controller = Controller(self.context, self.config, parts)
         self.learner.start()
         beside = asyncio.ensure_future(self.during(self, controller)) if self.during else None

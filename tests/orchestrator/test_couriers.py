@@ -155,9 +155,14 @@ Work = Callable[[Fleet, WeightSync, list[Any], Sender], Coroutine[Any, Any, None
 
 
 def with_groups(
-    work: Work, *, servers: int = 2, wave: int = 2, timeout_s: float = 10.0, max_restarts: int = 0,
+    work: Work,
+    *,
+    servers: int = 2,
+    wave: int = 2,
+    timeout_s: float = 10.0,
+    max_restarts: int = 0,
     verify: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     sender = Sender()
     clients = [GroupClient(i) for i in range(servers)]
     for client in clients:
@@ -166,9 +171,15 @@ def with_groups(
 
 
 def run_sync(
-    work: Callable[..., Coroutine[Any, Any, None]], sender: Any, clients: Sequence[Any], prefix: str, wave: int,
-    timeout_s: float, max_restarts: int, verify: bool,
-) -> None:  # fmt: skip
+    work: Callable[..., Coroutine[Any, Any, None]],
+    sender: Any,
+    clients: Sequence[Any],
+    prefix: str,
+    wave: int,
+    timeout_s: float,
+    max_restarts: int,
+    verify: bool,
+) -> None:
     """``work`` beside the sync of ``clients`` with the learner's ``sender``, and the fleet's supervision."""
 
     async def main() -> None:
@@ -239,8 +250,12 @@ class TextClient(GroupClient):
 
 def with_texts(
     work: Callable[[Fleet, WeightSync, list[Any], Texts], Coroutine[Any, Any, None]],
-    *, wave: int = 2, timeout_s: float = 10.0, max_restarts: int = 0, verify: bool = False,
-) -> None:  # fmt: skip
+    *,
+    wave: int = 2,
+    timeout_s: float = 10.0,
+    max_restarts: int = 0,
+    verify: bool = False,
+) -> None:
     run_sync(work, Texts(), [TextClient(i) for i in range(2)], "t", wave, timeout_s, max_restarts, verify)
 
 

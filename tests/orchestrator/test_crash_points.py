@@ -106,8 +106,14 @@ def dump(path: Path) -> list[Any]:
     """All that the store of ``path`` holds, after SQLite has recovered it."""
     with RolloutStore(path / "rollouts.sqlite") as store:
         tables = ("groups", "trajectories", "samples", "progress")
-        return [store._rows(f"SELECT * FROM {name} ORDER BY rowid" if name != "trajectories" else
-                            f"SELECT * FROM {name} ORDER BY group_id, sample_index") for name in tables]  # fmt: skip
+        return [
+            store._rows(
+                f"SELECT * FROM {name} ORDER BY rowid"
+                if name != "trajectories"
+                else f"SELECT * FROM {name} ORDER BY group_id, sample_index"
+            )
+            for name in tables
+        ]
 
 
 def test_a_crash_within_a_write_of_the_log_leaves_the_state_before_it(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_start_of_log(tmp_path: Path) -> None:
         (["0", "?", "?", "1", "?", "2", "3"], "lines 2-3, 5 were no rows and are left out"),
         (["0", "1", "2", "3", "4", "?", "5", "6"], "lines 6 were no rows and are left out"),  # 5 and 6 are cut off
     ],
-)  # fmt: skip
+)
 def test_what_is_missing_in_the_log_is_told(tmp_path: Path, lines: list[str], says: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join('{"step": 1, "lo\n' if line == "?" else f'{{"step": {line}}}\n' for line in lines))
@@ -240,9 +240,7 @@ def test_some_of_several_servers_evaluate() -> None:
     assert [len(evaluating_servers([object()] * n)) for n in (1, 2, 4, 8, 9)] == [1, 1, 1, 2, 2]  # type: ignore[list-item]
 
 
-def test_a_held_out_sample_that_hangs_fails_at_its_deadline(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_held_out_sample_that_hangs_fails_at_its_deadline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = FakeEnvironment(delay_s=lambda example: 60.0 if example.data["index"] == 1000 else 0.0)
     cfg = config(train={"steps": 2, "eval_every": 1}, staleness={"wait_s": 1.0})
     run = FakeRun(tmp_path, cfg, environment=environment)

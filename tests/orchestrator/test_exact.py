@@ -72,8 +72,10 @@ def test_another_seed_gives_another_run(tmp_path: Path) -> None:
     second = FakeRun(tmp_path / "b", exact(1, seed=1))
     first.run()
     second.run()
-    tokens = [[t.tokens.tolist() for b in r.learner.batches for g in b.groups for t in g.trajectories]
-              for r in (first, second)]  # fmt: skip
+    tokens = [
+        [t.tokens.tolist() for b in r.learner.batches for g in b.groups for t in g.trajectories]
+        for r in (first, second)
+    ]
     assert tokens[0] != tokens[1]
 
 

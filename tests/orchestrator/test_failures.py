@@ -167,8 +167,9 @@ def test_a_group_that_is_dropped_holds_nothing_up() -> None:
 
 @pytest.mark.parametrize("policy", ["drop", "resample"])
 def test_a_policy_that_has_diverged_ends_the_run_soon(tmp_path: Path, policy: str) -> None:
-    cfg = config(train={"steps": 500, "groups_per_step": 8}, staleness={"max_staleness": 16},
-                 rollout={"on_failure": policy})  # fmt: skip
+    cfg = config(
+        train={"steps": 500, "groups_per_step": 8}, staleness={"max_staleness": 16}, rollout={"on_failure": policy}
+    )
     run = FakeRun(tmp_path, cfg, environment=FakeEnvironment(fails=lambda example: True))
     with pytest.raises(RunError, match="^20 groups in a row, in order of admission, have failed.*the judge is down"):
         run.run()

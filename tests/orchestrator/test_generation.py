@@ -34,14 +34,20 @@ def test_the_prompt_of_an_expired_group_is_the_next_one_the_oldest_first() -> No
         class Fleet:
             changes = Changes()
 
-        plan = ResumePlan(
-            step=0, buffer=(), cursors={5: 17, 6: 12}, requeue=(), next_group_id=9, next_cursor=40
-        )  # fmt: skip
+        plan = ResumePlan(step=0, buffer=(), cursors={5: 17, 6: 12}, requeue=(), next_group_id=9, next_cursor=40)
         rules = GenerationRules(1, 9, False, False, 9)
         generation = Generation(
-            None, Fleet(), None, recorder, cursor, None, rules, plan,  # type: ignore[arg-type]
-            prompts=PromptFailures(3, {}), failures=FailureWindow(9, 0.5),
-        )  # fmt: skip
+            None,
+            Fleet(),
+            None,
+            recorder,
+            cursor,
+            None,
+            rules,
+            plan,  # type: ignore[arg-type]
+            prompts=PromptFailures(3, {}),
+            failures=FailureWindow(9, 0.5),
+        )
         ending = [asyncio.ensure_future(generation.expire(group_id)) for group_id in (5, 6)]
         await asyncio.sleep(0)  # the store has not answered
         assert [cursor.take() for _ in range(4)] == [(9, 12), (10, 17), (11, 30), (12, 40)]

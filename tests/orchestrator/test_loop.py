@@ -403,8 +403,15 @@ def test_a_prompt_that_waited_to_be_sampled_again_is_carried_by_the_checkpoint(t
         recorder = Recorder(lambda: RolloutStore(tmp_path / "other.sqlite"))
         await recorder.open()
         trainer = Trainer(
-            config(), Link(), recorder, MetricsLog([], [], 9), RunDirectory(tmp_path), version=2, fingerprint="f",  # type: ignore[arg-type]
-            requeue=[5, 8], stop=StopRequest(),
+            config(),
+            Link(),
+            recorder,
+            MetricsLog([], [], 9),
+            RunDirectory(tmp_path),
+            version=2,
+            fingerprint="f",  # type: ignore[arg-type]
+            requeue=[5, 8],
+            stop=StopRequest(),
         )
         trainer.version = 3
         await trainer.checkpoint()

@@ -19,17 +19,23 @@ pytestmark = pytest.mark.timeout(90)
 
 def start_process(environment: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "vcpo_megatron.orchestrator"], env={**os.environ, **environment},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "vcpo_megatron.orchestrator"],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_the_process_stops_by_a_signal_after_a_checkpoint(tmp_path: Path, model_folder: Path) -> None:
     FakeRun(tmp_path / "source", config(train={"steps": 40})).run()
     cfg = config(
-        model={"path": model_folder}, environment={"name": "modular_sum"}, train={"steps": 40},
-        rollout={"engine": "replay", "replay": tmp_path / "source"}, launch={"timeout_s": 30.0},
-    )  # fmt: skip
+        model={"path": model_folder},
+        environment={"name": "modular_sum"},
+        train={"steps": 40},
+        rollout={"engine": "replay", "replay": tmp_path / "source"},
+        launch={"timeout_s": 30.0},
+    )
     run = FakeRun(tmp_path / "run", cfg)
     run.context.directory.resolved.write_text(dump_resolved(cfg))
     run.learner.step_s = 0.1

@@ -84,9 +84,14 @@ def test_paced_runs_keep_the_bound_waste_nothing_and_never_stop(k: int, crash: f
     for seed in range(15):
         rng = random.Random(seed)
         run = _PacedRun(
-            StalenessBound(k, rng.choice([1, 3, 8])), rng, servers=rng.choice([1, 3]), slots=24,
-            tail=rng.choice([0.2, 1.5]), fail=rng.choice([0.0, 0.1]), crash=crash,
-        )  # fmt: skip
+            StalenessBound(k, rng.choice([1, 3, 8])),
+            rng,
+            servers=rng.choice([1, 3]),
+            slots=24,
+            tail=rng.choice([0.2, 1.5]),
+            fail=rng.choice([0.0, 0.1]),
+            crash=crash,
+        )
         run.pacer = Pacer(k, 0.5)
         run.gain = rng.choice([0.02, 0.3, 3.0])
         run.until(60)
@@ -108,17 +113,22 @@ def test_the_lag_settles_where_the_ratio_is_kept() -> None:
 
 def test_a_run_with_adaptive_staleness_logs_the_lag_and_keeps_it_over_a_resume(tmp_path: object) -> None:
     cfg = config(
-        staleness={"max_staleness": 4, "adaptive": True, "adaptive_ess": 0.6}, train={"steps": 8},
+        staleness={"max_staleness": 4, "adaptive": True, "adaptive_ess": 0.6},
+        train={"steps": 8},
         checkpoint={"every": 4},
-    )  # fmt: skip
+    )
     run = FakeRun(tmp_path, cfg)  # type: ignore[arg-type]
     run.learner.ess_ratio = 0.2
     assert run.run() == "run ended"
     assert [row["staleness/admitted"] for row in run.rows()] == [2] * 5 + [1] * 3
     kept = run.context.directory.manifest(8).orchestrator["pacer"]
     assert kept["lag"] == 1
-    again = FakeRun(tmp_path, cfg.model_copy(update={"train": config(train={"steps": 10}).train}), attempt=2,  # type: ignore[arg-type]
-                    resume_step=8)  # fmt: skip
+    again = FakeRun(
+        tmp_path,
+        cfg.model_copy(update={"train": config(train={"steps": 10}).train}),
+        attempt=2,  # type: ignore[arg-type]
+        resume_step=8,
+    )
     again.learner.ess_ratio = 1.0
     again.run()
     assert [row["staleness/admitted"] for row in again.rows()][8:] == [1, 2]

@@ -54,8 +54,13 @@ def assert_same(a: Trajectory, b: Trajectory) -> None:
         assert getattr(a, name).dtype == getattr(b, name).dtype
         assert np.array_equal(getattr(a, name), getattr(b, name))
     assert (a.uid, a.prompt_id, a.prompt_length, a.turns, a.reward, dict(a.info)) == (
-        b.uid, b.prompt_id, b.prompt_length, b.turns, b.reward, dict(b.info),
-    )  # fmt: skip
+        b.uid,
+        b.prompt_id,
+        b.prompt_length,
+        b.turns,
+        b.reward,
+        dict(b.info),
+    )
 
 
 def sample_group(store: RolloutStore, group_id: int, version: PolicyVersion = V0, size: int = 2) -> None:
@@ -71,9 +76,12 @@ def check_invariant(store: RolloutStore) -> None:
     rows = store._connection.execute("SELECT state, COUNT(*) FROM trajectories GROUP BY state").fetchall()
     by_state = Counter({row[0]: row[1] for row in rows})
     assert counts == Counts(
-        sum(by_state.values()), by_state["admitted"] + by_state["sampled"], by_state["trained"],
-        by_state["dropped"], by_state["failed"],
-    )  # fmt: skip
+        sum(by_state.values()),
+        by_state["admitted"] + by_state["sampled"],
+        by_state["trained"],
+        by_state["dropped"],
+        by_state["failed"],
+    )
 
 
 @pytest.fixture
@@ -238,8 +246,11 @@ def test_resume_undoes_what_came_after_the_checkpoint(path: Path) -> None:
         assert (plan.step, plan.next_group_id, plan.next_cursor) == (1, 9, 9)
         assert store.counts() == Counts(generated=18, queued=8, trained=2, dropped=7, failed=1)
         assert store.reasons() == {
-            "dropped: a member failed": 1, "dropped: expired": 2, "dropped: superseded": 4, "failed: timeout": 1,
-        }  # fmt: skip
+            "dropped: a member failed": 1,
+            "dropped: expired": 2,
+            "dropped: superseded": 4,
+            "failed: timeout": 1,
+        }
         assert store.trained_steps() == [0]
         check_invariant(store)
         # The requeued ones are new groups of the same positions.

@@ -156,13 +156,32 @@ def test_the_history_answers_from_the_store_alone(path: Path, capsys: pytest.Cap
     assert cli.main(["report", str(path.parent), "--json"]) == 0
     *rows, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows[1] == {
-        "step": 0, "prompt_id": "p1", "group_id": 1, "sample_index": 1, "state": "trained", "reason": "",
-        "staleness": 0, "oldest_version": 0, "newest_version": 0, "reward": 0.25, "weight": 0.6, "log_ratio": -0.5,
-        "baseline": 0.125, "grad_norm": 1.5,
-    }  # fmt: skip
+        "step": 0,
+        "prompt_id": "p1",
+        "group_id": 1,
+        "sample_index": 1,
+        "state": "trained",
+        "reason": "",
+        "staleness": 0,
+        "oldest_version": 0,
+        "newest_version": 0,
+        "reward": 0.25,
+        "weight": 0.6,
+        "log_ratio": -0.5,
+        "baseline": 0.125,
+        "grad_norm": 1.5,
+    }
     assert [(row["prompt_id"], row["step"], row["reason"]) for row in rows[2:]] == [("p0", None, "expired")] * 2
-    assert last == {"totals": {"generated": 4, "queued": 0, "trained": 2, "dropped": 2, "failed": 0,
-                               "reasons": {"dropped: expired": 2}}}  # fmt: skip
+    assert last == {
+        "totals": {
+            "generated": 4,
+            "queued": 0,
+            "trained": 2,
+            "dropped": 2,
+            "failed": 0,
+            "reasons": {"dropped: expired": 2},
+        }
+    }
     assert cli.main(["report", str(path.parent), "--prompt", "p1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and lines[1].split() == ["0", "p1", "0", "trained", "0", "0", "0.6", "0.125"]
@@ -194,9 +213,12 @@ def test_a_selection_of_nothing_is_refused(path: Path, capsys: pytest.CaptureFix
 
 
 def test_failures_are_counted_by_error(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    errors = ["step raised ValueError: no judge", "step raised ValueError: no judge",
-              "the server answered log-prob nan at token 3 of its answer",
-              "the server answered log-prob nan at token 17 of its answer"]  # fmt: skip
+    errors = [
+        "step raised ValueError: no judge",
+        "step raised ValueError: no judge",
+        "the server answered log-prob nan at token 3 of its answer",
+        "the server answered log-prob nan at token 17 of its answer",
+    ]
     with RolloutStore(path) as store:
         for group, error in enumerate(errors):
             store.admit(group, f"p {group}", group, 1, V0)
@@ -228,10 +250,16 @@ def test_the_text_of_trajectories(path: Path, capsys: pytest.CaptureFixture[str]
     def spoken(group: int, text: str, *turns: tuple[int, int]) -> Trajectory:
         mask = [any(a <= at < b for a, b in turns) for at in range(len(text))]
         return Trajectory(
-            group, 0, f"p{group}", 2, np.array([ids[char] for char in text], np.int32), np.array(mask),
+            group,
+            0,
+            f"p{group}",
+            2,
+            np.array([ids[char] for char in text], np.int32),
+            np.array(mask),
             np.zeros(len(text), np.float32),
-            tuple(Turn(a, b, "stop", (VersionSpan(a, b, V0),)) for a, b in turns), 1.0,
-        )  # fmt: skip
+            tuple(Turn(a, b, "stop", (VersionSpan(a, b, V0),)) for a, b in turns),
+            1.0,
+        )
 
     with RolloutStore(path) as store:
         for group, trajectory in enumerate([spoken(0, "abc", (2, 3)), spoken(1, "aba\nccb\x1b", (2, 5), (7, 8))]):
@@ -253,9 +281,11 @@ def test_the_text_of_trajectories(path: Path, capsys: pytest.CaptureFixture[str]
     first, second, third = map(json.loads, lines[:3])
     assert (first["text"], first["no_text"]) == (None, "its tokens are pruned: checkpoint.keep_rollouts = 1 steps")
     assert second["text"] == [
-        {"of": "prompt", "text": "ab"}, {"of": "answer", "text": "a\nc", "finish_reason": "stop"},
-        {"of": "observation", "text": "cb"}, {"of": "answer", "text": "\x1b", "finish_reason": "stop"},
-    ]  # fmt: skip
+        {"of": "prompt", "text": "ab"},
+        {"of": "answer", "text": "a\nc", "finish_reason": "stop"},
+        {"of": "observation", "text": "cb"},
+        {"of": "answer", "text": "\x1b", "finish_reason": "stop"},
+    ]
     assert (third["text"], third["no_text"]) == (None, "no tokens are stored: it was not sampled to its end")
     path.with_name("tokenizer.json").unlink()
     code, lines = report(capsys, path, "--text")

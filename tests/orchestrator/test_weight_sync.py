@@ -88,10 +88,13 @@ def with_sync(
         clients = [client(i) for i in range(servers)]
         fleet = fake_fleet(cfg, Changes(), clients, Path("/nowhere"))
         sync = WeightSync(
-            fleet, Updater(lambda weights: Direct(), "retract"), wave=wave, timeout_s=timeout_s,
+            fleet,
+            Updater(lambda weights: Direct(), "retract"),
+            wave=wave,
+            timeout_s=timeout_s,
             evaluators=fleet.servers[:evaluators],
             is_pinned=lambda number: number in pinned,
-        )  # fmt: skip
+        )
         fleet.launch()
         await run_beside(work(fleet, sync, clients), fleet.supervise(), sync.run())
 
@@ -103,8 +106,15 @@ def test_the_calls_come_in_the_order_of_the_protocol() -> None:
         sync.offer(weights(version(0)))
         await sync.all_loaded(0)
         assert clients[0].events == [
-            "start", "pause retract", "begin", "bucket a1.0 1.0", "bucket b1.0 1.0", "end", "loaded 1.0", "resume",
-        ]  # fmt: skip
+            "start",
+            "pause retract",
+            "begin",
+            "bucket a1.0 1.0",
+            "bucket b1.0 1.0",
+            "end",
+            "loaded 1.0",
+            "resume",
+        ]
         assert sync.take_metrics()["time/sync"] > 0 and sync.take_metrics() == {"time/sync": 0.0}
 
     with_sync(work, client=RecordingClient)
@@ -200,8 +210,11 @@ def test_a_server_that_dies_in_an_update_gets_the_newest_version_after_its_resta
         sync.offer(weights(version(2)))
         await sync.all_loaded(2)
         assert [event for event in clients[0].events if event.split()[0] in ("start", "loaded")] == [
-            "start", "loaded 1.0", "start", "loaded 1.2",
-        ]  # fmt: skip
+            "start",
+            "loaded 1.0",
+            "start",
+            "loaded 1.2",
+        ]
 
     with_sync(work, max_restarts=1)
 

@@ -131,4 +131,3 @@ def test_transformer_engines_layers_wait_for_a_check_on_the_gpu() -> None:
     (text,) = told(True, True)
     assert 'core_attention = "transformer_engine": several trajectories a micro-batch' in text
     assert 'transformer_impl = "transformer_engine": one. Neither has passed on a GPU' in text
-

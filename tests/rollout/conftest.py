@@ -78,10 +78,18 @@ def _make_folder(folder: Path, seed: int) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=True, eos_token_id=EOS,
-        bos_token_id=1, initializer_range=0.15,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        eos_token_id=EOS,
+        bos_token_id=1,
+        initializer_range=0.15,
+    )
     torch.manual_seed(seed)
     Qwen2ForCausalLM(config).float().save_pretrained(folder)
     return folder

@@ -72,9 +72,15 @@ def abort(ids=(), **keywords):
 
 def play(server, script, *, max_new_tokens=20, context_length=100, seed_for_turn=lambda turn: None, **sampling):
     episode = run_episode(
-        server, script, EXAMPLE, group_id=5, sample_index=2, context_length=context_length,
-        sampling=SamplingParams(max_new_tokens=max_new_tokens, **sampling), seed_for_turn=seed_for_turn,
-    )  # fmt: skip
+        server,
+        script,
+        EXAMPLE,
+        group_id=5,
+        sample_index=2,
+        context_length=context_length,
+        sampling=SamplingParams(max_new_tokens=max_new_tokens, **sampling),
+        seed_for_turn=seed_for_turn,
+    )
     return asyncio.run(asyncio.wait_for(episode, 10))
 
 
@@ -116,8 +122,10 @@ def test_observations_are_masked_and_every_turn_sees_exactly_the_tokens_before_i
         Turn(8, 10, "length", (VersionSpan(8, 10, PolicyVersion(1, 4)),)),
     )
     assert [request[0] for request in server.requests] == [
-        (1, 2, 3), (1, 2, 3, 4, 5, 10, 11), (1, 2, 3, 4, 5, 10, 11, 6),
-    ]  # fmt: skip
+        (1, 2, 3),
+        (1, 2, 3, 4, 5, 10, 11),
+        (1, 2, 3, 4, 5, 10, 11, 6),
+    ]
     assert [request[1].max_new_tokens for request in server.requests] == [20, 18, 17]
     assert len({request[2] for request in server.requests}) == 3
     assert [action.token_ids for action in script.actions] == [(4, 5), (6,), (7, 8)]
@@ -134,8 +142,11 @@ def test_an_aborted_generation_is_resumed_with_its_tokens_within_one_budget():
     server = Server(abort([4, 5], spans=[(0, 2, "1.1")]), abort(), abort([6]), answer([7, 8], "length"))
     trajectory = play(server, script, max_new_tokens=5)
     assert [request[0] for request in server.requests] == [
-        (1, 2, 3), (1, 2, 3, 4, 5), (1, 2, 3, 4, 5), (1, 2, 3, 4, 5, 6),
-    ]  # fmt: skip
+        (1, 2, 3),
+        (1, 2, 3, 4, 5),
+        (1, 2, 3, 4, 5),
+        (1, 2, 3, 4, 5, 6),
+    ]
     assert [request[1].max_new_tokens for request in server.requests] == [5, 3, 3, 2]
     assert len({request[2] for request in server.requests}) == 4
     old, new = PolicyVersion(1, 1), PolicyVersion(1, 4)
@@ -300,10 +311,16 @@ def test_a_cancelled_episode_is_closed_and_stays_cancelled():
 
         task = asyncio.create_task(
             run_episode(
-                Server(forever), script, EXAMPLE, group_id=0, sample_index=0, sampling=SamplingParams(),
-                context_length=100, seed_for_turn=lambda turn: None,
+                Server(forever),
+                script,
+                EXAMPLE,
+                group_id=0,
+                sample_index=0,
+                sampling=SamplingParams(),
+                context_length=100,
+                seed_for_turn=lambda turn: None,
             )
-        )  # fmt: skip
+        )
         await waiting.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -322,13 +339,19 @@ def test_failures_stay_with_their_own_trajectory():
         return await asyncio.gather(
             *(
                 run_episode(
-                    Server(answer([4])), script, EXAMPLE, group_id=0, sample_index=index, sampling=SamplingParams(),
-                    context_length=100, seed_for_turn=lambda turn: None,
+                    Server(answer([4])),
+                    script,
+                    EXAMPLE,
+                    group_id=0,
+                    sample_index=index,
+                    sampling=SamplingParams(),
+                    context_length=100,
+                    seed_for_turn=lambda turn: None,
                 )
                 for index, script in enumerate(scripts)
             ),
             return_exceptions=True,
-        )  # fmt: skip
+        )
 
     results = asyncio.run(asyncio.wait_for(scenario(), 10))
     assert [isinstance(result, EpisodeError) for result in results] == [index % 5 == 0 for index in range(20)]

@@ -253,7 +253,7 @@ def without(key: str) -> Any:
         (old_server(set(), [], without("output_token_logprobs")), "SGLang 0.4.9 .*output_token_logprobs"),
         (old_server({"/model_info", "/server_info", "/get_server_info"}, []), "is no SGLang server that is known"),
     ],
-)  # fmt: skip
+)
 def test_a_server_that_lacks_something_is_refused_by_name(handler: Handler, message: str) -> None:
     async def scenario(client: ServerClient) -> None:
         with pytest.raises(UnsupportedServer, match=message):
@@ -264,9 +264,12 @@ def test_a_server_that_lacks_something_is_refused_by_name(handler: Handler, mess
 
 @pytest.mark.parametrize(
     ("said", "expected"),
-    [({}, ServerInfo(1, False)), ({"tp_size": 4, "dp_size": 1, "pp_size": 1, "device": "cuda"}, ServerInfo(4, True)),
-     ({"tp_size": 2, "device": "cpu"}, ServerInfo(2, False))],
-)  # fmt: skip
+    [
+        ({}, ServerInfo(1, False)),
+        ({"tp_size": 4, "dp_size": 1, "pp_size": 1, "device": "cuda"}, ServerInfo(4, True)),
+        ({"tp_size": 2, "device": "cpu"}, ServerInfo(2, False)),
+    ],
+)
 def test_a_server_tells_its_ranks(said: dict[str, Any], expected: ServerInfo) -> None:
     async def handle(request: web.Request) -> web.StreamResponse:
         return web.json_response(ANSWER if request.path == "/generate" else said)
@@ -280,9 +283,13 @@ def test_a_server_tells_its_ranks(said: dict[str, Any], expected: ServerInfo) ->
 
 @pytest.mark.parametrize(
     ("said", "message"),
-    [({"pp_size": 2}, "has pp_size = 2: weights are broadcast"), ({"dp_size": 2}, "has dp_size = 2: its replicas"),
-     ({"tp_size": "two"}, "says tp_size = 'two'"), ({"tp_size": 0}, "says tp_size = 0")],
-)  # fmt: skip
+    [
+        ({"pp_size": 2}, "has pp_size = 2: weights are broadcast"),
+        ({"dp_size": 2}, "has dp_size = 2: its replicas"),
+        ({"tp_size": "two"}, "says tp_size = 'two'"),
+        ({"tp_size": 0}, "says tp_size = 0"),
+    ],
+)
 def test_a_split_that_weights_do_not_reach_is_refused(said: dict[str, Any], message: str) -> None:
     async def handle(request: web.Request) -> web.StreamResponse:
         return web.json_response(ANSWER if request.path == "/generate" else said)

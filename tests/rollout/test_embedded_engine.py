@@ -34,8 +34,12 @@ def test_splitmix64_known_answers() -> None:
     gamma = 0x9E3779B97F4A7C15
     states = np.array([(1234567 + i * gamma) % 2**64 for i in range(5)], dtype=np.uint64)
     assert splitmix64(states).tolist() == [
-        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
-    ]  # fmt: skip
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
 
 
 def test_uniforms_are_pure_and_uniform() -> None:
@@ -221,16 +225,31 @@ def tiny(kind: str) -> Any:
     import transformers
 
     common = {
-        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "head_dim": 4,
-    }  # fmt: skip
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "head_dim": 4,
+    }
     extra: dict[str, Any] = {
         "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
         "Mistral": {"sliding_window": 8},
         "DeepseekV3": {
-            "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
-            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 6,
-            "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 6,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 6,
+            "v_head_dim": 5,
         },
     }.get(kind, {})
     torch.manual_seed(0)
@@ -272,8 +291,10 @@ def test_retract_keeps_order_and_spans(model: Any) -> None:
         scheduler.step()
     assert [generation.rid for generation in scheduler.ended] == ["0", "1", "2"]
     assert [generation.spans for generation in generations] == [
-        [Span(0, 2, "a"), Span(2, 6, "b")], [Span(0, 2, "a"), Span(2, 6, "b")], [Span(0, 6, "b")],
-    ]  # fmt: skip
+        [Span(0, 2, "a"), Span(2, 6, "b")],
+        [Span(0, 2, "a"), Span(2, 6, "b")],
+        [Span(0, 6, "b")],
+    ]
     assert [generation.retractions for generation in generations] == [1, 1, 0]
 
 

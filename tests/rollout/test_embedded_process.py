@@ -91,8 +91,10 @@ def test_bad_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]) 
 
 
 def test_help_loads_no_torch() -> None:
-    code = "import sys\ntry:\n from vcpo_megatron.rollout.embedded.server import serve; serve(['--help'])\n" \
-           "except SystemExit: sys.exit('torch' in sys.modules)"  # fmt: skip
+    code = (
+        "import sys\ntry:\n from vcpo_megatron.rollout.embedded.server import serve; serve(['--help'])\n"
+        "except SystemExit: sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True)
     assert done.returncode == 0 and "example:" in done.stdout
 

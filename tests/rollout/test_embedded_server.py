@@ -68,8 +68,13 @@ def test_seeded_answers_do_not_depend_on_the_batch(use: Callable[..., Any]) -> N
 
 
 def test_reply_has_sglang_fields(server: Any) -> None:
-    body = {"input_ids": PROMPT, "rid": "fields", "return_logprob": True, "logprob_start_len": 2,
-            "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}  # fmt: skip
+    body = {
+        "input_ids": PROMPT,
+        "rid": "fields",
+        "return_logprob": True,
+        "logprob_start_len": 2,
+        "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
+    }
     status, reply = post(server.url, "/generate", body)
     meta = reply["meta_info"]
     assert status == 200 and meta["id"] == "fields" and meta["finish_reason"] == {"type": "length", "length": 4}
@@ -249,9 +254,7 @@ def test_update_is_visible_at_its_end_and_all_at_once(use: Callable[..., Any], v
     use(scenario)
 
 
-def test_update_without_a_pause_waits_for_running_requests(
-    use: Callable[..., Any], versions: Any, server: Any
-) -> None:
+def test_update_without_a_pause_waits_for_running_requests(use: Callable[..., Any], versions: Any, server: Any) -> None:
     async def scenario(client: ServerClient) -> None:
         await client.begin_weight_update()
         await client.update_weights_from_tensor(versions.bucket("1"), "1")

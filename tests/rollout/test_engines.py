@@ -370,9 +370,17 @@ def test_aborted_generations_go_on_with_their_tokens(engine: Engine, versions: V
     async def scenario(client: ServerClient) -> Any:
         client.cache_key = "0"
         episode = asyncio.create_task(
-            run_episode(client.generate, _Task(), Example("p", {}), group_id=0, sample_index=0,  # type: ignore[arg-type]
-                        sampling=SamplingParams(480), context_length=CONTEXT, seed_for_turn=lambda turn: None)
-        )  # fmt: skip
+            run_episode(
+                client.generate,
+                _Task(),
+                Example("p", {}),
+                group_id=0,
+                sample_index=0,  # type: ignore[arg-type]
+                sampling=SamplingParams(480),
+                context_length=CONTEXT,
+                seed_for_turn=lambda turn: None,
+            )
+        )
         for version in ("1", "2"):
             await engine.in_the_middle_of(episode, wait_s=engine.mid_s / 2)
             await client.pause("abort")

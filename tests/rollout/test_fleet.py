@@ -401,8 +401,9 @@ def test_a_joined_server_that_never_answers_ends_the_run_before_it_begins() -> N
 
     async def main() -> None:
         options = FleetOptions(4, 0, 0.3, 1.0)
-        fleet = Fleet([server, there], options, launch=lambda index: FakeProcess(), stop=lambda process: 0,
-                      changes=Changes())  # fmt: skip
+        fleet = Fleet(
+            [server, there], options, launch=lambda index: FakeProcess(), stop=lambda process: 0, changes=Changes()
+        )
         fleet.launch()
         await run_beside(fleet.answering(), fleet.supervise())
 
@@ -453,10 +454,12 @@ def real_fleet(tmp_path: Path, program: str, *, start_timeout_s: float, max_rest
     log = tmp_path / "server.0.log"
     server = Server(0, ServerClient("http://127.0.0.1:9", 10, 1.0), log)
     return Fleet(
-        [server], FleetOptions(4, max_restarts, start_timeout_s, 1.0), changes=Changes(),
+        [server],
+        FleetOptions(4, max_restarts, start_timeout_s, 1.0),
+        changes=Changes(),
         launch=lambda index: start_child([sys.executable, "-c", program], env={}, log=log),
         stop=lambda process: stop_child(process, grace_s=2.0),  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 def test_a_server_that_cannot_start_ends_the_run_with_its_last_words(tmp_path: Path) -> None:

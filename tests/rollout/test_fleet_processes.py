@@ -52,8 +52,15 @@ def under_fire(versions: Versions, tmp_path_factory: pytest.TempPathFactory) -> 
         ports = [each.port for each in held]
 
         def launch(index: int) -> subprocess.Popen[bytes]:
-            command = [sys.executable, "-m", "vcpo_megatron.rollout.embedded", "--model-path", str(versions.folder),
-                       "--port", str(ports[index])]  # fmt: skip
+            command = [
+                sys.executable,
+                "-m",
+                "vcpo_megatron.rollout.embedded",
+                "--model-path",
+                str(versions.folder),
+                "--port",
+                str(ports[index]),
+            ]
             env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
             return start_child(command, env=env, log=folder / f"server.{index}.log")
 
@@ -64,9 +71,12 @@ def under_fire(versions: Versions, tmp_path_factory: pytest.TempPathFactory) -> 
             ]
             options = FleetOptions(16, 2, 90.0, 120.0, health_interval_s=0.5, health_timeout_s=2.0)
             fleet = Fleet(
-                servers, options, launch=launch, changes=Changes(),
+                servers,
+                options,
+                launch=launch,
+                changes=Changes(),
                 stop=lambda process: stop_child(process, grace_s=1.0),  # type: ignore[arg-type]
-            )  # fmt: skip
+            )
 
             async def ready() -> None:
                 await fleet.answering()

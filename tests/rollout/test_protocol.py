@@ -14,25 +14,60 @@ from vcpo_megatron.rollout.protocol import GenerateResult, ProtocolError, Sampli
 #: Fields of SGLang 0.5.23's requests, written out: unknown top-level keys pass there silently.
 SGLANG_KEYS = {
     "/generate": {
-        "rid", "input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
-        "token_ids_logprob", "stream", "return_routed_experts", "return_sampling_mask", "return_prompt_token_ids",
-        "priority", "extra_key", "cache_salt", "session_id", "lora_path", "routing_key",
+        "rid",
+        "input_ids",
+        "text",
+        "sampling_params",
+        "return_logprob",
+        "logprob_start_len",
+        "top_logprobs_num",
+        "token_ids_logprob",
+        "stream",
+        "return_routed_experts",
+        "return_sampling_mask",
+        "return_prompt_token_ids",
+        "priority",
+        "extra_key",
+        "cache_salt",
+        "session_id",
+        "lora_path",
+        "routing_key",
     },
     "sampling_params": {
-        "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "n", "min_new_tokens", "stop", "stop_token_ids",
-        "stop_regex", "ignore_eos", "skip_special_tokens", "no_stop_trim", "frequency_penalty", "presence_penalty",
-        "repetition_penalty", "logit_bias", "sampling_seed", "json_schema", "regex", "ebnf",
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "min_new_tokens",
+        "stop",
+        "stop_token_ids",
+        "stop_regex",
+        "ignore_eos",
+        "skip_special_tokens",
+        "no_stop_trim",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "sampling_seed",
+        "json_schema",
+        "regex",
+        "ebnf",
     },
     "/pause_generation": {"mode"},
     "/abort_request": {"rid", "abort_all"},
     "/update_weights_from_tensor": {
-        "serialized_named_tensors", "load_format", "flush_cache", "abort_all_requests", "weight_version",
+        "serialized_named_tensors",
+        "load_format",
+        "flush_cache",
+        "abort_all_requests",
+        "weight_version",
     },
-}  # fmt: skip
+}
 
-FULL = SamplingParams(
-    7, 0.5, ignore_eos=True, stop_token_ids=(1, 2), sampling_seed=9, top_p=0.9, top_k=5, min_p=0.1
-)
+FULL = SamplingParams(7, 0.5, ignore_eos=True, stop_token_ids=(1, 2), sampling_seed=9, top_p=0.9, top_k=5, min_p=0.1)
 
 
 def test_bodies_use_keys_that_sglang_knows() -> None:
@@ -53,8 +88,11 @@ def test_bodies_use_keys_that_sglang_knows() -> None:
             for sampling in _list(body.get("sampling_params", [])):
                 assert set(sampling) <= SGLANG_KEYS["sampling_params"]
     assert tensor == {
-        "serialized_named_tensors": ["QUJD"], "load_format": None, "flush_cache": False, "weight_version": "1.4",
-    }  # fmt: skip
+        "serialized_named_tensors": ["QUJD"],
+        "load_format": None,
+        "flush_cache": False,
+        "weight_version": "1.4",
+    }
 
 
 def _list(value: Any) -> list[Any]:
@@ -66,16 +104,25 @@ def test_generate_body_is_what_it_says() -> None:
         "rid": "g/0",
         "input_ids": [5, 6],
         "sampling_params": {
-            "max_new_tokens": 7, "temperature": 0.5, "ignore_eos": True, "stop_token_ids": [1, 2], "sampling_seed": 9,
-            "top_p": 0.9, "top_k": 5, "min_p": 0.1,
+            "max_new_tokens": 7,
+            "temperature": 0.5,
+            "ignore_eos": True,
+            "stop_token_ids": [1, 2],
+            "sampling_seed": 9,
+            "top_p": 0.9,
+            "top_k": 5,
+            "min_p": 0.1,
         },
         "return_logprob": True,
         "return_sampling_mask": True,
-    }  # fmt: skip
+    }
     assert protocol.generate_body([5], SamplingParams(3), "r", "1.4") == {
-        "rid": "r", "input_ids": [5], "sampling_params": {"max_new_tokens": 3, "temperature": 1.0},
-        "return_logprob": True, "extra_key": "1.4",
-    }  # fmt: skip
+        "rid": "r",
+        "input_ids": [5],
+        "sampling_params": {"max_new_tokens": 3, "temperature": 1.0},
+        "return_logprob": True,
+        "extra_key": "1.4",
+    }
     assert protocol.score_body([4, 5]) == {
         "input_ids": [4, 5],
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},

@@ -76,9 +76,13 @@ def routed(clients: Sequence[FakeClient], router: FakeRouter, health_s: float, t
         client.process = FakeProcess()
     options = FleetOptions(8, 0, 5.0, timeout_s, health_interval_s=health_s, health_timeout_s=0.2)
     return Fleet(
-        servers, options, launch=lambda index: FakeProcess(), stop=lambda process: 0, changes=Changes(),
+        servers,
+        options,
+        launch=lambda index: FakeProcess(),
+        stop=lambda process: 0,
+        changes=Changes(),
         router=Router(router, [*router.servers], interval_s=0.1, timeout_s=timeout_s),  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 def load(fleet: Fleet, clients: Sequence[FakeClient], index: int, number: int) -> None:
@@ -379,12 +383,22 @@ def test_what_the_router_is_asked_and_answers() -> None:
 
     against(handle, scenario)
     assert seen == [
-        ("GET", "/workers", None), ("POST", "/workers", {"url": "http://127.0.0.1:3"}),
-        ("DELETE", "/workers/b33ae622", None), ("DELETE", "/workers/gone", None),
+        ("GET", "/workers", None),
+        ("POST", "/workers", {"url": "http://127.0.0.1:3"}),
+        ("DELETE", "/workers/b33ae622", None),
+        ("DELETE", "/workers/gone", None),
         # No cache key: which weights will read the prompt is not known. The caches are flushed at every pause.
-        ("POST", "/generate", {"rid": "r", "input_ids": [1, 2], "return_logprob": True,
-                               "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}),
-    ]  # fmt: skip
+        (
+            "POST",
+            "/generate",
+            {
+                "rid": "r",
+                "input_ids": [1, 2],
+                "return_logprob": True,
+                "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            },
+        ),
+    ]
 
 
 def test_a_server_is_no_router() -> None:
@@ -401,8 +415,15 @@ def test_a_server_is_no_router() -> None:
 #: What sglang-router 0.3.2 leaves of a request (measured: every field that a client sends, against what arrived).
 KEPT = {"rid", "input_ids", "sampling_params", "return_logprob", "extra_key"}
 KEPT_SAMPLING = {
-    "max_new_tokens", "temperature", "ignore_eos", "stop_token_ids", "sampling_seed", "top_p", "top_k", "min_p",
-}  # fmt: skip
+    "max_new_tokens",
+    "temperature",
+    "ignore_eos",
+    "stop_token_ids",
+    "sampling_seed",
+    "top_p",
+    "top_k",
+    "min_p",
+}
 
 
 def test_a_request_loses_nothing_on_its_way_through_the_router() -> None:

@@ -225,9 +225,15 @@ def answer(prompt: int, ids: list[int], mark: int, finish: str = "stop") -> Gene
 
 def played(server: Server, script: Script) -> Any:
     episode = run_episode(
-        server, script, EXAMPLE, group_id=5, sample_index=2, context_length=100,
-        sampling=SamplingParams(max_new_tokens=20), seed_for_turn=lambda turn: None,
-    )  # fmt: skip
+        server,
+        script,
+        EXAMPLE,
+        group_id=5,
+        sample_index=2,
+        context_length=100,
+        sampling=SamplingParams(max_new_tokens=20),
+        seed_for_turn=lambda turn: None,
+    )
     return asyncio.run(asyncio.wait_for(episode, 10)).routed_experts
 
 

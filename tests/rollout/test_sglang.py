@@ -19,8 +19,7 @@ def options(command: list[str]) -> dict[str, str | None]:
     flags = [index for index, word in enumerate(command) if word.startswith("--")]
     following = [command[index + 1] if index + 1 < len(command) else "--" for index in flags]
     return {
-        command[index]: None if value.startswith("--") else value
-        for index, value in zip(flags, following, strict=True)
+        command[index]: None if value.startswith("--") else value for index, value in zip(flags, following, strict=True)
     }
 
 
@@ -56,9 +55,13 @@ def test_further_arguments_come_last() -> None:
 
 def run_config(**rollout: object) -> RunConfig:
     return RunConfig.model_validate(
-        {"model": {"path": "/m"}, "train": {"steps": 1}, "environment": {"name": "e"},
-         "rollout": {"engine": "sglang", "context_length": 32, **rollout}}
-    )  # fmt: skip
+        {
+            "model": {"path": "/m"},
+            "train": {"steps": 1},
+            "environment": {"name": "e"},
+            "rollout": {"engine": "sglang", "context_length": 32, **rollout},
+        }
+    )
 
 
 def context(tmp_path: Path) -> ProcessContext:
@@ -75,7 +78,8 @@ def test_joined_servers_have_their_addresses_and_no_process(tmp_path: Path) -> N
     config = run_config(addresses=["http://a:1", "http://b:2"])
     fleet = make_fleet(context(tmp_path), config, 10, Changes())
     assert [(server.client.base_url, server.joined) for server in fleet.servers] == [
-        ("http://a:1", True), ("http://b:2", True),
-    ]  # fmt: skip
+        ("http://a:1", True),
+        ("http://b:2", True),
+    ]
     fleet.launch()
     assert all(server.process is None for server in fleet.servers)

@@ -47,9 +47,10 @@ def test_curves_over_lengths() -> None:
         return Comparison(Work(model, median, 1, 2), 10, (median, median), outcomes, rates)
 
     rows = [
-        measured("10M", 64, (1.5, 2.2, 4.4), 3 * 2**20), measured("60M", 64, (1.0, 2.0, 4.0), 0),
+        measured("10M", 64, (1.5, 2.2, 4.4), 3 * 2**20),
+        measured("60M", 64, (1.0, 2.0, 4.0), 0),
         measured("10M", 128, (1.0, 2.5, 4.2), 5 * 2**19),
-    ]  # fmt: skip
+    ]
     assert curves(rows) == (
         "10M: time over plain, by median answer length\n"
         "                    64       128\n"

@@ -48,9 +48,15 @@ def outcome(**changes: Any) -> chaos.Outcome:
     found = Account(100, 6400, 6400, 0, 0, 0, 0, 0, {})
     recovery = [("killed", 40.0), ("refused", 3.0), ("killed", 60.0)]
     whole: dict[str, Any] = {
-        "found": found, "faults": {"killed": 2, "refused": 1}, "recovery_s": recovery, "mismatch": 2e-6,
-        "compared": 500, "wrong_version": 0, "deaths": 2, "refusals": 1,
-    }  # fmt: skip
+        "found": found,
+        "faults": {"killed": 2, "refused": 1},
+        "recovery_s": recovery,
+        "mismatch": 2e-6,
+        "compared": 500,
+        "wrong_version": 0,
+        "deaths": 2,
+        "refusals": 1,
+    }
     return chaos.Outcome(**{**whole, **changes})
 
 

@@ -63,8 +63,8 @@ def test_the_page_has_exactly_the_keys_there_are() -> None:
         ("optimizer.lr", "number above 0", "`1e-06`", ""),
         ("optimizer.betas", "2 numbers", "`[0.9, 0.999]`", ""),
         ("algorithm.is_threshold", "number above 0, or inf", "`8.0`", ""),
-        ("algorithm.is_level", "`\"sequence\"`, `\"token\"`, `\"none\"`", "by method", ""),
-        ("algorithm.base_ess_ratio", "number or `\"auto\"`", "`1.0`", ""),
+        ("algorithm.is_level", '`"sequence"`, `"token"`, `"none"`', "by method", ""),
+        ("algorithm.base_ess_ratio", 'number or `"auto"`', "`1.0`", ""),
         ("staleness.adaptive_ess", "number above 0 and below 1", "`0.5`", "yes"),
         ("staleness.max_staleness", "integer at least 0", "`4`", ""),
         ("rollout.replay", "path", "-", ""),
@@ -72,7 +72,7 @@ def test_the_page_has_exactly_the_keys_there_are() -> None:
         ("environment.options", "table", "`{}`", ""),
         ("parallel.sequence_parallel", "true or false", "`false`", "yes"),
     ],
-)  # fmt: skip
+)
 def test_known_rows(key: str, value: str, default: str, resume: str) -> None:
     assert rows()[key][:3] == [value, default, resume]
 

@@ -49,8 +49,12 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tool, tmp_pat
     assert first == second
     assert first["model.safetensors"] != other["model.safetensors"]
     assert set(first) == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-    }  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
 
 
 def test_an_existing_folder_is_replaced_only_by_force(tool, tmp_path, capsys):

@@ -17,8 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_one_kill_of_each_process_loses_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "tools/soak.py", "--quick", "--json", "--run-dir", tmp_path / "run"],
-        capture_output=True, text=True, timeout=380,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["lost"] == found["duplicated"] == found["violations"] == 0

@@ -60,38 +60,53 @@ def trajectory(group: int, sample: int, tokens: list[int], mask: list[bool], log
         loss_mask=np.array(mask, np.bool_),
         behavior_logprobs=np.array(logprobs, np.float32),
         turns=(
-            Turn(start, end, "length", (VersionSpan(start, start + 1, PolicyVersion(1, 16)),
-                                        VersionSpan(start + 1, end, PolicyVersion(2, 17)))),
+            Turn(
+                start,
+                end,
+                "length",
+                (
+                    VersionSpan(start, start + 1, PolicyVersion(1, 16)),
+                    VersionSpan(start + 1, end, PolicyVersion(2, 17)),
+                ),
+            ),
         ),
         reward=0.5,
         info={"format": 1.0, "correct": 0.0},
-    )  # fmt: skip
+    )
 
 
 T, F = True, False
 BATCH = Batch(
     step=17,
     groups=(
-        Group(3, "prompt-3", (
-            trajectory(3, 0, [1, 2, 3, 4], [F, F, T, T], [0.0, 0.0, -0.25, -1.5]),
-            trajectory(3, 1, [7, 151935, 2147483647], [F, T, T], [0.0, -1e-7, -60.0]),
-        )),
+        Group(
+            3,
+            "prompt-3",
+            (
+                trajectory(3, 0, [1, 2, 3, 4], [F, F, T, T], [0.0, 0.0, -0.25, -1.5]),
+                trajectory(3, 1, [7, 151935, 2147483647], [F, T, T], [0.0, -1e-7, -60.0]),
+            ),
+        ),
         Group(9, "prompt-9", (trajectory(9, 0, [5, 6, 7, 8, 9], [F, T, T, F, T], [0.0, -1.0, -2.0, 0.0, -3.0]),)),
     ),
-)  # fmt: skip
+)
 
 EXPERTS = np.arange(2 * 3 * 2, dtype=np.uint16).reshape(2, 3, 2)
 #: Of three trajectories the second has a record of its experts.
 ROUTED = Batch(
     step=18,
     groups=(
-        Group(4, "prompt-4", (
-            trajectory(4, 0, [1, 2, 3], [F, T, T], [0.0, -0.25, -1.5]),
-            replace(trajectory(4, 1, [7, 8], [F, T], [0.0, -1e-7]), routed_experts=EXPERTS),
-            trajectory(4, 2, [1, 2], [F, T], [0.0, -0.25]),
-        )),
+        Group(
+            4,
+            "prompt-4",
+            (
+                trajectory(4, 0, [1, 2, 3], [F, T, T], [0.0, -0.25, -1.5]),
+                replace(trajectory(4, 1, [7, 8], [F, T], [0.0, -1e-7]), routed_experts=EXPERTS),
+                trajectory(4, 2, [1, 2], [F, T], [0.0, -0.25]),
+            ),
+        ),
     ),
-)  # fmt: skip
+)
 
 MESSAGES: list[Any] = [
     Hello(TOKEN, PolicyVersion(2, 40), 4),

@@ -166,9 +166,9 @@ def test_a_plan_cuts_at_the_limit_and_at_another_dtype() -> None:
 
 def test_a_flat_bucket_holds_its_tensors_one_after_the_other() -> None:
     entries = [("a", "float32", [2]), ("b", "bfloat16", [1, 3]), ("c", "bfloat16", [1])]
-    flat = torch.cat([
-        torch.tensor([1.5, -2.0]).view(torch.uint8), torch.tensor([1.0, 2.0, 3.0, 4.0]).bfloat16().view(torch.uint8)
-    ])  # fmt: skip
+    flat = torch.cat(
+        [torch.tensor([1.5, -2.0]).view(torch.uint8), torch.tensor([1.0, 2.0, 3.0, 4.0]).bfloat16().view(torch.uint8)]
+    )
     assert flat_size(entries) == len(flat) == 16
     found = dict(unflatten(flat, entries))
     assert found["a"].tolist() == [1.5, -2.0] and found["b"].tolist() == [[1, 2, 3]] and found["c"].tolist() == [4]

@@ -184,8 +184,10 @@ def test_stop_ends_the_whole_group_and_returns_the_exit_code(
         ("hello\nValueError: x = 3\nstep 3 done\n", "ValueError: x = 3"),
         ("[rank1]: torch.OutOfMemoryError: 3 GiB\n", "[rank1]: torch.OutOfMemoryError: 3 GiB"),
         ("no Error: here\n", None),
-        ("vcpo: error: first\nvcpo: error: model.path: no such folder\nException ignored in atexit\n",
-         "model.path: no such folder"),
+        (
+            "vcpo: error: first\nvcpo: error: model.path: no such folder\nException ignored in atexit\n",
+            "model.path: no such folder",
+        ),
         ("EOFError", "EOFError"),
         ("10%|#\r20%|##\r\x1b[31mOSError: red\x1b[0m\n", "OSError: red"),
         ("vcpo: error: of the attempt before\nvcpo: started 2026-01-01 00:00:00 python\n", None),
@@ -195,7 +197,7 @@ def test_stop_ends_the_whole_group_and_returns_the_exit_code(
         ("EOFError:" + "x" * 2000, "EOFError:" + "x" * 987 + " ..."),
         ("vcpo: error: " + "word " * 300, "word " * 199 + "..."),  # 998 characters, and no half of a word
     ],
-)  # fmt: skip
+)
 def test_last_error(tmp_path: Path, text: str, expected: str | None) -> None:
     log = tmp_path / "log"
     log.write_text(text, newline="")

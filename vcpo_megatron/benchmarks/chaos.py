@@ -79,7 +79,7 @@ class Outcome:
             *self.found.lines(),
             f"wrong_version {self.wrong_version:>6}",
             f"mismatch    {self.mismatch:8.1e} nats at most, over {self.compared} tokens",
-        ]  # fmt: skip
+        ]
         return "\n".join(lines)
 
 
@@ -212,8 +212,12 @@ def _outcome(attempts: Attempts, faults: Counter[str], recovery: list[tuple[str,
     compared = [row for row in rows if row.get("mismatch/tokens", 0) > 0]
     mismatch = [row["mismatch/max"] for row in compared]
     return Outcome(
-        found=account(attempts.directory), faults=dict(faults), recovery_s=recovery,
-        mismatch=max(mismatch, default=0.0), compared=sum(int(row["mismatch/tokens"]) for row in compared),
-        wrong_version=sum(not value <= MISMATCH for value in mismatch), deaths=said.count(_DIED),
+        found=account(attempts.directory),
+        faults=dict(faults),
+        recovery_s=recovery,
+        mismatch=max(mismatch, default=0.0),
+        compared=sum(int(row["mismatch/tokens"]) for row in compared),
+        wrong_version=sum(not value <= MISMATCH for value in mismatch),
+        deaths=said.count(_DIED),
         refusals=said.count(_REFUSED),
-    )  # fmt: skip
+    )

@@ -66,9 +66,15 @@ class Projection:
 def llama_config(**sizes: int) -> dict[str, Any]:
     """config.json of a Llama 3.1 with other sizes."""
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "dtype": "bfloat16",
-        "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 5e5, **sizes,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "dtype": "bfloat16",
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rope_theta": 5e5,
+        **sizes,
+    }
 
 
 def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> int:
@@ -191,9 +197,13 @@ def project(config: dict[str, Any], measured: Sequence[Measured]) -> list[Projec
         largest = largest_parameter(large)
         found.append(
             Projection(
-                name, size, largest, size / by_action["import"].rate, size / by_action["export"].rate,
+                name,
+                size,
+                largest,
+                size / by_action["import"].rate,
+                size / by_action["export"].rate,
                 round(peak * largest / largest_parameter(config)),
-            )  # fmt: skip
+            )
         )
     return found
 

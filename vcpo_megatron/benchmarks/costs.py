@@ -42,8 +42,12 @@ class Shape:
     def linears(self, tensor: int = 1) -> list[tuple[int, int]]:
         """(d_in, d_out) of one decoder layer on one of ``tensor`` ranks: qkv, projection, gate and up, down."""
         q, kv = self.heads * self.head_dim // tensor, self.kv_heads * self.head_dim // tensor
-        return [(self.hidden, q + 2 * kv), (q, self.hidden), (self.hidden, 2 * self.ffn // tensor),
-                (self.ffn // tensor, self.hidden)]  # fmt: skip
+        return [
+            (self.hidden, q + 2 * kv),
+            (q, self.hidden),
+            (self.hidden, 2 * self.ffn // tensor),
+            (self.ffn // tensor, self.hidden),
+        ]
 
     @property
     def parameters(self) -> int:

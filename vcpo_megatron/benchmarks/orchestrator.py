@@ -141,11 +141,17 @@ class _Run:
         plan = ResumePlan(step=0, buffer=(), cursors={}, requeue=(), next_group_id=0, next_cursor=0)
         task: Environment = _Task()
         self.generation = Generation(
-            task, self.fleet, self.batcher, self.recorder, Cursor(),
+            task,
+            self.fleet,
+            self.batcher,
+            self.recorder,
+            Cursor(),
             SamplingRules(SamplingParams(max_new_tokens=2 * tokens), _PROMPT + 2 * tokens),
-            GenerationRules(_GROUP, groups, False, False, groups), plan, prompts=PromptFailures(3, {}),
+            GenerationRules(_GROUP, groups, False, False, groups),
+            plan,
+            prompts=PromptFailures(3, {}),
             failures=FailureWindow(trajectories, 0.5),
-        )  # fmt: skip
+        )
 
     async def held(self) -> int:
         """Requests that the servers hold."""

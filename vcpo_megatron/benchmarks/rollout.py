@@ -76,8 +76,19 @@ def make_work(count: int, vocab_size: int, seed: int) -> list[Work]:
 @contextmanager
 def engine_server(model: Path, log: Path, max_running: int) -> Iterator[str]:
     """URL of an embedded engine that serves ``model`` for the length of the block."""
-    command = [sys.executable, "-m", "vcpo_megatron.rollout.embedded", "--model-path", str(model), "--port", "0",
-               "--max-running-requests", str(max_running), "--random-seed", "0"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "vcpo_megatron.rollout.embedded",
+        "--model-path",
+        str(model),
+        "--port",
+        "0",
+        "--max-running-requests",
+        str(max_running),
+        "--random-seed",
+        "0",
+    ]
     root = str(Path(__file__).resolve().parents[2])
     process = start_child(command, env={"PYTHONUNBUFFERED": "1", "PYTHONPATH": root}, log=log)
     try:
@@ -142,9 +153,15 @@ class TransformersBaseline:
         new_tokens = max(item.new_tokens for item in work)
         with torch.inference_mode():
             output = self.model.generate(
-                ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                max_new_tokens=new_tokens, pad_token_id=0,
-            )  # fmt: skip
+                ids,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=new_tokens,
+                pad_token_id=0,
+            )
         if output.shape[1] != width + new_tokens:
             raise BenchmarkError(f"transformers ended after {output.shape[1] - width} of {new_tokens} tokens")
 

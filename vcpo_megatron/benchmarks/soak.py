@@ -31,8 +31,11 @@ from ..observability.sinks import read_rows
 from ..orchestrator.store import RolloutStore
 
 #: Role -> modules, one of which is in its command line.
-MODULES = {"learner": {"vcpo_megatron.learner"}, "orchestrator": {"vcpo_megatron.orchestrator"},
-           "server": {"vcpo_megatron.rollout.embedded", "sglang.launch_server"}}  # fmt: skip
+MODULES = {
+    "learner": {"vcpo_megatron.learner"},
+    "orchestrator": {"vcpo_megatron.orchestrator"},
+    "server": {"vcpo_megatron.rollout.embedded", "sglang.launch_server"},
+}
 #: A start, with its imports, or an end may take so long.
 PATIENCE_S = 600.0
 
@@ -71,10 +74,15 @@ class Account:
     def lines(self) -> list[str]:
         """Counts and reasons, one a line."""
         return [
-            f"generated   {self.generated:>8}", f"trained     {self.trained:>8}", f"failed      {self.failed:>8}",
-            f"dropped     {self.dropped:>8}", *(f"  {count:>8}  {reason}" for reason, count in self.reasons.items()),
-            f"lost        {self.lost:>8}", f"duplicated  {self.duplicated:>8}", f"violations  {self.violations:>8}",
-        ]  # fmt: skip
+            f"generated   {self.generated:>8}",
+            f"trained     {self.trained:>8}",
+            f"failed      {self.failed:>8}",
+            f"dropped     {self.dropped:>8}",
+            *(f"  {count:>8}  {reason}" for reason, count in self.reasons.items()),
+            f"lost        {self.lost:>8}",
+            f"duplicated  {self.duplicated:>8}",
+            f"violations  {self.violations:>8}",
+        ]
 
 
 class Attempts:
@@ -191,17 +199,24 @@ def account(directory: RunDirectory) -> Account:
             trained = Counter(row["cursor_index"] for row in groups if row["state"] == "trained")
             beyond = sum(
                 not 0 <= row["staleness"] <= config.staleness.max_staleness
-                for row in store.history() if row["state"] == "trained"
-            )  # fmt: skip
+                for row in store.history()
+                if row["state"] == "trained"
+            )
             plan = store.resume(store.steps_done(), keep_partial=True)
             failed = {row["cursor_index"] for row in groups if row["state"] == "failed"}
             known = {*trained, *plan.cursors.values(), *plan.requeue, *failed}
             lost = len(set(range(plan.next_cursor)) - known)
     return Account(
-        steps=plan.step, generated=counts.generated, trained=counts.trained, dropped=counts.dropped,
-        failed=counts.failed, lost=lost, duplicated=sum(count > 1 for count in trained.values()),
-        violations=beyond + _wrong_rows(directory, config, plan.step, counts.trained), reasons=reasons,
-    )  # fmt: skip
+        steps=plan.step,
+        generated=counts.generated,
+        trained=counts.trained,
+        dropped=counts.dropped,
+        failed=counts.failed,
+        lost=lost,
+        duplicated=sum(count > 1 for count in trained.values()),
+        violations=beyond + _wrong_rows(directory, config, plan.step, counts.trained),
+        reasons=reasons,
+    )
 
 
 def _wrong_rows(directory: RunDirectory, config: RunConfig, steps: int, trained: int) -> int:

@@ -73,16 +73,28 @@ def summarize(rows: Sequence[dict[str, Any]], contender: str, seed: int, seconds
 
     accuracy = [value for row in rows if math.isfinite(value := float(row.get("eval/accuracy", math.nan)))]
     return Outcome(
-        contender, seed, seconds, len(rows), int(rows[-1]["rollouts/trained"]), mean("ess/ratio", math.nan),
-        mean("ess/lr_scale", math.nan), mean("staleness/mean", math.nan), mean("staleness/admitted", math.nan),
-        accuracy[-1] if accuracy else math.nan, max(accuracy, default=math.nan),
-    )  # fmt: skip
+        contender,
+        seed,
+        seconds,
+        len(rows),
+        int(rows[-1]["rollouts/trained"]),
+        mean("ess/ratio", math.nan),
+        mean("ess/lr_scale", math.nan),
+        mean("staleness/mean", math.nan),
+        mean("staleness/admitted", math.nan),
+        accuracy[-1] if accuracy else math.nan,
+        max(accuracy, default=math.nan),
+    )
 
 
 def compare(
-    seconds: float, seeds: Sequence[int], config: Path, folder: Path, settings: Sequence[str],
+    seconds: float,
+    seeds: Sequence[int],
+    config: Path,
+    folder: Path,
+    settings: Sequence[str],
     say: Callable[[str], None],
-) -> list[Outcome]:  # fmt: skip
+) -> list[Outcome]:
     """A B, A B, ...: both contenders with each seed."""
     found = []
     for seed in seeds:

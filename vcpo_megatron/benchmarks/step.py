@@ -32,9 +32,12 @@ PROMPT = 16
 SIGMA = 0.6  # of the logarithm of lengths
 #: Contender -> keys of [algorithm].
 MODES: dict[str, dict[str, str]] = {
-    "plain": {"method": "vcpo_ess_only"}, "accumulate": {"opob_mode": "accumulate"},
-    "deferred": {"opob_mode": "deferred"}, "two_pass": {"opob_mode": "two_pass"}, "proxy": {"opob_mode": "proxy"},
-}  # fmt: skip
+    "plain": {"method": "vcpo_ess_only"},
+    "accumulate": {"opob_mode": "accumulate"},
+    "deferred": {"opob_mode": "deferred"},
+    "two_pass": {"opob_mode": "two_pass"},
+    "proxy": {"opob_mode": "proxy"},
+}
 #: A safetensors file without tensors: weights are drawn after the model is built.
 _NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 CONTENDERS = (*MODES, "reference")
@@ -111,26 +114,51 @@ class Comparison:
             {**asdict(o), "median": o.median, "ratio_to_plain": self.ratio(o.name), "floor": self.floor(o.name)}
             for o in self.outcomes
         ]
-        return {"work": asdict(self.work), "parameters": self.parameters, "tokens": self.tokens,
-                "rates": asdict(self.rates), "outcomes": rows}  # fmt: skip
+        return {
+            "work": asdict(self.work),
+            "parameters": self.parameters,
+            "tokens": self.tokens,
+            "rates": asdict(self.rates),
+            "outcomes": rows,
+        }
 
 
 def make_config(folder: Path, work: Work, keys: dict[str, str]) -> RunConfig:
     """A run on a random model of the shape ``work.model``; ``folder`` gets its config.json."""
     hidden, layers, ffn, heads, vocabulary = SHAPES[work.model]
     shape = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "vocab_size": vocabulary,
-        "num_hidden_layers": layers, "intermediate_size": ffn, "num_attention_heads": heads, "head_dim": 64,
-        "num_key_value_heads": heads, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-        "tie_word_embeddings": False, "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "vocab_size": vocabulary,
+        "num_hidden_layers": layers,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "head_dim": 64,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
     (folder / "config.json").write_text(json.dumps(shape))
     (folder / "model.safetensors").write_bytes(_NO_TENSORS)
-    return RunConfig.model_validate({
-        "model": {"path": folder}, "algorithm": keys, "environment": {"name": "none"},
-        "train": {"steps": 1000, "groups_per_step": work.groups, "group_size": work.group_size,
-                  "max_pack_tokens": work.pack_tokens},
-    })  # fmt: skip
+    return RunConfig.model_validate(
+        {
+            "model": {"path": folder},
+            "algorithm": keys,
+            "environment": {"name": "none"},
+            "train": {
+                "steps": 1000,
+                "groups_per_step": work.groups,
+                "group_size": work.group_size,
+                "max_pack_tokens": work.pack_tokens,
+            },
+        }
+    )
 
 
 def make_batch(work: Work) -> Batch:
@@ -146,10 +174,19 @@ def make_batch(work: Work) -> Batch:
             length = PROMPT + answer
             behavior = np.where(np.arange(length) >= PROMPT, -math.log(vocabulary), 0.0).astype(np.float32)
             turn = Turn(PROMPT, length, "length", (VersionSpan(PROMPT, length, version),))
-            members.append(Trajectory(
-                g, s, f"p{g}", PROMPT, draw.integers(0, vocabulary, length).astype(np.int32),
-                np.arange(length) >= PROMPT, behavior, (turn,), s % 2 + spread * draw.normal(),
-            ))  # fmt: skip
+            members.append(
+                Trajectory(
+                    g,
+                    s,
+                    f"p{g}",
+                    PROMPT,
+                    draw.integers(0, vocabulary, length).astype(np.int32),
+                    np.arange(length) >= PROMPT,
+                    behavior,
+                    (turn,),
+                    s % 2 + spread * draw.normal(),
+                )
+            )
         groups.append(Group(g, f"p{g}", tuple(members)))
     return Batch(0, tuple(groups))
 
@@ -190,10 +227,11 @@ class Bench:
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.work, self.batch = work, make_batch(work)
         self._steps: dict[str, ReferenceStep | VcpoStep] = {
-            name: ReferenceStep(configs[name], parallel, self.trainable) if name == "reference"
+            name: ReferenceStep(configs[name], parallel, self.trainable)
+            if name == "reference"
             else VcpoStep(configs[name], parallel, self.trainable)
             for name in contenders
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         """Leave the world, so that another model can be measured."""

@@ -96,11 +96,16 @@ def trajectory(group_id: int, sample: int, tokens: int, rng: np.random.Generator
     mask = np.arange(tokens) >= prompt
     spans = (VersionSpan(prompt, tokens, PolicyVersion(1, group_id // _GROUPS_PER_STEP)),)
     return Trajectory(
-        group_id=group_id, sample_index=sample, prompt_id=f"train/{group_id}", prompt_length=prompt,
-        tokens=rng.integers(0, 150_000, tokens, dtype=np.int32), loss_mask=mask,
+        group_id=group_id,
+        sample_index=sample,
+        prompt_id=f"train/{group_id}",
+        prompt_length=prompt,
+        tokens=rng.integers(0, 150_000, tokens, dtype=np.int32),
+        loss_mask=mask,
         behavior_logprobs=np.where(mask, -rng.random(tokens), 0.0).astype(np.float32),
-        turns=(Turn(prompt, tokens, "stop", spans),), reward=float(sample % 2),
-    )  # fmt: skip
+        turns=(Turn(prompt, tokens, "stop", spans),),
+        reward=float(sample % 2),
+    )
 
 
 async def _run(recorder: Recorder, groups: list[list[Trajectory]], writers: int) -> None:
@@ -122,9 +127,7 @@ async def _run(recorder: Recorder, groups: list[list[Trajectory]], writers: int)
 def _admit(recorder: Recorder, group: list[Trajectory]) -> None:
     first = group[0]
     recorder.submit(
-        lambda store: store.admit(
-            first.group_id, first.prompt_id, first.group_id, len(group), first.versions[0]
-        )
+        lambda store: store.admit(first.group_id, first.prompt_id, first.group_id, len(group), first.versions[0])
     )
 
 

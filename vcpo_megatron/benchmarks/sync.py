@@ -93,11 +93,22 @@ def make_model(name: str, folder: Path) -> Path:
     hidden, layers, units, vocabulary = MODELS[name]
     heads = hidden // 64
     config = {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dtype": "float32", "hidden_act": "silu",
-        "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": units, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": 2, "max_position_embeddings": 512,
-        "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "eos_token_id": 1,
-    }  # fmt: skip
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "dtype": "float32",
+        "hidden_act": "silu",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": units,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "eos_token_id": 1,
+    }
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     family, shape = open_model(config)
@@ -141,10 +152,14 @@ class Learner:
         from ..learner.sender import WeightSender
         from ..learner.weights import WeightGatherer
 
-        config = RunConfig.model_validate({
-            "model": {"path": model}, "train": {"steps": 1}, "environment": {"name": "none"},
-            "rollout": {"sync": way, "bucket_bytes": bucket_bytes, "sync_timeout_s": PATIENCE_S},
-        })  # fmt: skip
+        config = RunConfig.model_validate(
+            {
+                "model": {"path": model},
+                "train": {"steps": 1},
+                "environment": {"name": "none"},
+                "rollout": {"sync": way, "bucket_bytes": bucket_bytes, "sync_timeout_s": PATIENCE_S},
+            }
+        )
         platform.prepare()
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         self._leave = groups.destroy
@@ -354,8 +369,12 @@ def run(name: str, folder: Path, *, bucket_bytes: int, repeats: int, pauses: boo
         )
     rows = [{**asdict(t), "ratio": t.ratio, "stall_ratio": t.stall_ratio} for t in timings]
     return {
-        "model": name, "bytes": size, "bucket_bytes": bucket_bytes, "ways": rows, "pauses": [asdict(p) for p in costs]
-    }  # fmt: skip
+        "model": name,
+        "bytes": size,
+        "bucket_bytes": bucket_bytes,
+        "ways": rows,
+        "pauses": [asdict(p) for p in costs],
+    }
 
 
 def table(result: dict[str, Any]) -> str:

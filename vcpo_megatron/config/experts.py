@@ -68,8 +68,14 @@ def read_experts(values: Mapping[str, Any], kind: str, sizes: Mapping[str, int],
 
 
 def _deepseek(values: Mapping[str, Any], sizes: Mapping[str, int], problems: list[str]) -> Experts:
-    names = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group",
-             "topk_group")  # fmt: skip
+    names = (
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "n_shared_experts",
+        "n_group",
+        "topk_group",
+    )
     count, top_k, width, shared, groups, chosen = (positive(values, name, problems) for name in names)
     scale = positive_float(values, "routed_scaling_factor", problems)
     plain = values.get("first_k_dense_replace")
@@ -90,6 +96,15 @@ def _deepseek(values: Mapping[str, Any], sizes: Mapping[str, int], problems: lis
     if chosen == groups:
         groups = chosen = 1  # no group is left out
     return Experts(
-        count, top_k, width, width * shared, True, dense, shared_gate=False, sigmoid=True, groups=groups,
-        top_groups=chosen, scale=scale,
-    )  # fmt: skip
+        count,
+        top_k,
+        width,
+        width * shared,
+        True,
+        dense,
+        shared_gate=False,
+        sigmoid=True,
+        groups=groups,
+        top_groups=chosen,
+        scale=scale,
+    )

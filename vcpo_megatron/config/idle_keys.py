@@ -40,7 +40,7 @@ def idle_keys(config: RunConfig) -> Iterator[str]:
         "algorithm.ess_rule": (row.ess_scaling, "ess_scaling = false"),
         "algorithm.base_ess_ratio": (row.ess_scaling, "ess_scaling = false"),
         "optimizer.min_lr": (config.optimizer.schedule != "constant", 'schedule = "constant" does not end anywhere'),
-    }  # fmt: skip
+    }
     for key, (has_effect, why) in reads.items():
         name, _, field = key.partition(".")
         section = getattr(config, name)

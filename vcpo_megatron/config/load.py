@@ -54,11 +54,13 @@ def load_resolved(path: Path) -> RunConfig:
     try:
         return load_config(path)
     except ConfigError as error:
-        raise ConfigError([
-            *error.problems,
-            f"{path} is the run's own copy of its configuration: undo the change, or put the configuration that the "
-            "run was started with in its place, with paths from the root",
-        ]) from None  # fmt: skip
+        raise ConfigError(
+            [
+                *error.problems,
+                f"{path} is the run's own copy of its configuration: undo the change, or put the configuration that "
+                "the run was started with in its place, with paths from the root",
+            ]
+        ) from None
 
 
 def dump_resolved(config: RunConfig) -> str:

@@ -68,36 +68,75 @@ class Method:
         return self.baseline in OPOB_BASELINES
 
 
-
 METHODS: Mapping[str, Method] = {
     "vcpo": Method("OPOB baseline, ESS step size, truncated sequence weights", "opob", "sequence", ess_scaling=True),
     "vcpo_ess_only": Method("VCPO without OPOB: group mean", is_level="sequence", ess_scaling=True),
     "vcpo_opob_only": Method("VCPO without the ESS step size", "opob", "sequence"),
-    "reinforce": Method("score function, no baseline, no correction", "zero", normalize_std=False,
-                        loss_normalization="sequence_token_sum"),
-    "rloo": Method("REINFORCE with a leave-one-out mean", "leave_one_out", normalize_std=False,
-                   loss_normalization="sequence_token_sum"),
+    "reinforce": Method(
+        "score function, no baseline, no correction",
+        "zero",
+        normalize_std=False,
+        loss_normalization="sequence_token_sum",
+    ),
+    "rloo": Method(
+        "REINFORCE with a leave-one-out mean",
+        "leave_one_out",
+        normalize_std=False,
+        loss_normalization="sequence_token_sum",
+    ),
     "grpo": Method("group mean and std, clipped token ratios", surrogate="ppo_clip", ratio_low=0.8, ratio_high=1.2),
-    "dr_grpo": Method("GRPO without std and length terms", surrogate="ppo_clip", normalize_std=False,
-                      loss_normalization="constant", ratio_low=0.8, ratio_high=1.2),
-    "ppo_clip": Method("PPO's clip, token mean, group mean in place of a critic", surrogate="ppo_clip",
-                       loss_normalization="token_mean", ratio_low=0.8, ratio_high=1.2),
-    "decoupled_ppo": Method("PPO's clip around the proximal policy, truncated weights to the behaviour",
-                            surrogate="decoupled_ppo", loss_normalization="token_mean", ratio_low=0.8, ratio_high=1.2),
-    "gspo": Method("clip of the length-normalised sequence ratio", surrogate="gspo", ratio_low=1 - 3e-4,
-                   ratio_high=1 + 4e-4),
+    "dr_grpo": Method(
+        "GRPO without std and length terms",
+        surrogate="ppo_clip",
+        normalize_std=False,
+        loss_normalization="constant",
+        ratio_low=0.8,
+        ratio_high=1.2,
+    ),
+    "ppo_clip": Method(
+        "PPO's clip, token mean, group mean in place of a critic",
+        surrogate="ppo_clip",
+        loss_normalization="token_mean",
+        ratio_low=0.8,
+        ratio_high=1.2,
+    ),
+    "decoupled_ppo": Method(
+        "PPO's clip around the proximal policy, truncated weights to the behaviour",
+        surrogate="decoupled_ppo",
+        loss_normalization="token_mean",
+        ratio_low=0.8,
+        ratio_high=1.2,
+    ),
+    "gspo": Method(
+        "clip of the length-normalised sequence ratio", surrogate="gspo", ratio_low=1 - 3e-4, ratio_high=1 + 4e-4
+    ),
     "tis_token": Method("truncated token weights", is_level="token"),
     "tis_sequence": Method("truncated sequence weights", is_level="sequence"),
     "mis": Method("sequence weights, zero above the threshold", is_level="sequence", weights="masked"),
-    "icepop": Method("token weights, zero outside a band", is_level="token", weights="band", ratio_low=0.5,
-                     ratio_high=5.0),
-    "m2po": Method("tokens of extreme ratio dropped until the second moment is small", surrogate="m2po",
-                   statistic="second_moment", loss_normalization="token_mean"),
-    "cispo": Method("clipped, detached token weights", surrogate="cispo", loss_normalization="token_mean",
-                    ratio_high=5.0),
-    "p3o": Method("token ratios capped at the batch's ESS, which also sets the weight of KL to the behaviour",
-                  surrogate="p3o", statistic="token_ess", loss_normalization="token_mean", whole_batch=True),
-    "mu_grpo": Method("sketch: wide clip, no updates behind a veto in negative answers", surrogate="veto",
-                      ratio_low=0.2, ratio_high=5.0),
+    "icepop": Method(
+        "token weights, zero outside a band", is_level="token", weights="band", ratio_low=0.5, ratio_high=5.0
+    ),
+    "m2po": Method(
+        "tokens of extreme ratio dropped until the second moment is small",
+        surrogate="m2po",
+        statistic="second_moment",
+        loss_normalization="token_mean",
+    ),
+    "cispo": Method(
+        "clipped, detached token weights", surrogate="cispo", loss_normalization="token_mean", ratio_high=5.0
+    ),
+    "p3o": Method(
+        "token ratios capped at the batch's ESS, which also sets the weight of KL to the behaviour",
+        surrogate="p3o",
+        statistic="token_ess",
+        loss_normalization="token_mean",
+        whole_batch=True,
+    ),
+    "mu_grpo": Method(
+        "sketch: wide clip, no updates behind a veto in negative answers",
+        surrogate="veto",
+        ratio_low=0.2,
+        ratio_high=5.0,
+    ),
     "asymmetric": Method("sequence ratios for negative answers only, capped at 1", surrogate="asymmetric"),
-}  # fmt: skip
+}

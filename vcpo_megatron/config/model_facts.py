@@ -55,5 +55,8 @@ def _sampled(path: Path) -> str:
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A phrase for each fact that is not the same."""
-    return [f"{key} {saved.get(key)} in the checkpoint, {now.get(key)} now"
-            for key in (*now, *(key for key in saved if key not in now)) if saved.get(key) != now.get(key)]  # fmt: skip
+    return [
+        f"{key} {saved.get(key)} in the checkpoint, {now.get(key)} now"
+        for key in (*now, *(key for key in saved if key not in now))
+        if saved.get(key) != now.get(key)
+    ]

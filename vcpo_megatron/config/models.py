@@ -128,18 +128,21 @@ class AlgorithmConfig(Section):
     )
     normalize_std: bool | None = Field(None, description="divide advantages by the group's standard deviation")
     loss_normalization: Literal["sequence_token_mean", "token_mean", "sequence_token_sum", "constant"] | None = Field(
-        None, description="what a token's gradient is divided by, over the global batch; "
+        None,
+        description="what a token's gradient is divided by, over the global batch; "
         "constant: trajectories x rollout.max_new_tokens",
-    )  # fmt: skip
+    )
     kl_coef: float = Field(
         0.0, ge=0, le=1e6, description="weight of KL(policy || reference); with OPOB a second backward"
     )
     kl_reference: Literal["none", "initial"] = Field("none", description="initial: a copy of model.path on the host")
     entropy_coef: float = Field(0.0, ge=0, le=1e6, description="weight of the entropy; with OPOB a second backward")
     global_aux_loss: float = Field(
-        0.0, ge=0, le=1e6,
+        0.0,
+        ge=0,
+        le=1e6,
         description="weight of the experts' load-balancing loss over the whole batch; a forward counts first",
-    )  # fmt: skip
+    )
     allow_uncorrected: bool = Field(False, description="permit an asynchronous run without off-policy correction")
 
     @property
@@ -310,8 +313,9 @@ class LaunchConfig(Section):
     control_port: int = Field(0, ge=0, le=65535, description="orchestrator's control socket; 0: any free")
     timeout_s: Seconds = Field(300.0, description="deadline of every wait between processes")
     grace_s: Seconds = Field(
-        30.0, description="after a signal or --max-hours: half of it is the step's in progress, which is left in "
-        "its middle when it needs longer, the rest the checkpoint's"
+        30.0,
+        description="after a signal or --max-hours: half of it is the step's in progress, which is left in "
+        "its middle when it needs longer, the rest the checkpoint's",
     )
 
 

@@ -17,10 +17,17 @@ _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
     "yarn": (
         ("factor",),
-        ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-         "mscale_all_dim", "truncate"),
+        (
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +93,13 @@ def read_rope(values: Mapping[str, Any], context: int, problems: list[str]) -> R
 
 
 def _rope(
-    kind: str, numbers: Mapping[str, float], merged: Mapping[str, Any], values: Mapping[str, Any], context: int,
+    kind: str,
+    numbers: Mapping[str, float],
+    merged: Mapping[str, Any],
+    values: Mapping[str, Any],
+    context: int,
     problems: list[str],
-) -> Rope:  # fmt: skip
+) -> Rope:
     rope = Rope(theta=numbers["rope_theta"], kind=kind, factor=numbers.get("factor", 1.0))
     if kind not in ("llama3", "yarn"):
         return rope
@@ -109,11 +120,16 @@ def _rope(
         if mscale and all_dim:
             attention = _mscale(rope.factor, mscale) / _mscale(rope.factor, all_dim)
     return Rope(
-        rope.theta, kind, rope.factor, original=original, attention_factor=attention,
-        beta_fast=numbers.get("beta_fast", 32.0), beta_slow=numbers.get("beta_slow", 1.0),
+        rope.theta,
+        kind,
+        rope.factor,
+        original=original,
+        attention_factor=attention,
+        beta_fast=numbers.get("beta_fast", 32.0),
+        beta_slow=numbers.get("beta_slow", 1.0),
         truncate=flag({"truncate": True, **merged}, "truncate", problems),
         mscale_all_dim=numbers.get("mscale_all_dim", 0.0),
-    )  # fmt: skip
+    )
 
 
 def _mscale(factor: float, mscale: float) -> float:

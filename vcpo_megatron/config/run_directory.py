@@ -1,17 +1,17 @@
 """Where a run keeps its things, and how a checkpoint is known to be complete.
 
-    RUN_DIR/
-      resolved.toml            the configuration with every default filled in
-      resolved.next.toml       that of an attempt to resume, until the run has taken it
-      metrics.jsonl            one object a step; cut back on resume
-      rollouts.sqlite          every group and trajectory (opened by the orchestrator alone)
-      checkpoints/step_N/      Megatron distributed checkpoint + manifest.json, written last
-      checkpoints/latest       text file "step_N": the checkpoint completed last; replaced atomically
-      checkpoints/best         the same for the complete checkpoint of the highest held-out accuracy
-      checkpoints/abandoned/   attempt_A/step_N: newer than the checkpoint that attempt A went back to
-      exports/step_N/          the policy after step N as a Hugging Face folder; it appears whole
-      logs/ROLE.RANK.log       stdout and stderr of every process
-      tensorboard/
+RUN_DIR/
+  resolved.toml            the configuration with every default filled in
+  resolved.next.toml       that of an attempt to resume, until the run has taken it
+  metrics.jsonl            one object a step; cut back on resume
+  rollouts.sqlite          every group and trajectory (opened by the orchestrator alone)
+  checkpoints/step_N/      Megatron distributed checkpoint + manifest.json, written last
+  checkpoints/latest       text file "step_N": the checkpoint completed last; replaced atomically
+  checkpoints/best         the same for the complete checkpoint of the highest held-out accuracy
+  checkpoints/abandoned/   attempt_A/step_N: newer than the checkpoint that attempt A went back to
+  exports/step_N/          the policy after step N as a Hugging Face folder; it appears whole
+  logs/ROLE.RANK.log       stdout and stderr of every process
+  tensorboard/
 """
 
 from __future__ import annotations
@@ -184,8 +184,9 @@ class RunDirectory:
         """Why the newest complete checkpoint is not the newest that was complete once; None when it is, and in a run
         that has completed none. Each that is newer has its manifest, and is damaged, or is what ``latest`` names."""
         newest = max(self.complete_steps(), default=-1)
-        damaged = [f"{self.checkpoint(step)} is damaged ({damage})"
-                   for step, damage in self.damaged().items() if step > newest]  # fmt: skip
+        damaged = [
+            f"{self.checkpoint(step)} is damaged ({damage})" for step, damage in self.damaged().items() if step > newest
+        ]
         latest = self.checkpoints / "latest"
         if damaged or not latest.is_file():
             return "; ".join(damaged) or None

@@ -15,14 +15,25 @@ TESTED_SGLANG = "0.5.23"
 #: Flags that the run sets itself, or that would break what it relies on -> why they are refused in ``rollout.args``.
 _OWN = "the run sets it itself"
 _RESERVED: dict[str, str] = {
-    "--model-path": _OWN, "--model": _OWN, "--host": _OWN, "--port": _OWN, "--dtype": _OWN, "--device": _OWN,
-    "--tensor-parallel-size": "set rollout.tensor_parallel", "--tp-size": "set rollout.tensor_parallel",
-    "--tp": "set rollout.tensor_parallel", "--max-running-requests": "set rollout.max_running_requests",
-    "--context-length": "set rollout.context_length", "--api-key": "the run sends no key",
-    "--incremental-streaming-output": "answers are not streamed", "--weight-version": _OWN,
-    "--data-parallel-size": "use rollout.servers", "--dp-size": "use rollout.servers", "--dp": "use rollout.servers",
+    "--model-path": _OWN,
+    "--model": _OWN,
+    "--host": _OWN,
+    "--port": _OWN,
+    "--dtype": _OWN,
+    "--device": _OWN,
+    "--tensor-parallel-size": "set rollout.tensor_parallel",
+    "--tp-size": "set rollout.tensor_parallel",
+    "--tp": "set rollout.tensor_parallel",
+    "--max-running-requests": "set rollout.max_running_requests",
+    "--context-length": "set rollout.context_length",
+    "--api-key": "the run sends no key",
+    "--incremental-streaming-output": "answers are not streamed",
+    "--weight-version": _OWN,
+    "--data-parallel-size": "use rollout.servers",
+    "--dp-size": "use rollout.servers",
+    "--dp": "use rollout.servers",
     "--speculative-algorithm": "the log-probs of drafted tokens are not those that training needs",
-}  # fmt: skip
+}
 
 
 def server_problems(config: RunConfig) -> Iterator[str]:

@@ -17,9 +17,7 @@ class Window:
     layers: tuple[int, ...]
 
 
-def read_window(
-    values: Mapping[str, Any], kind: str, sizes: Mapping[str, int], problems: list[str]
-) -> Window | None:
+def read_window(values: Mapping[str, Any], kind: str, sizes: Mapping[str, int], problems: list[str]) -> Window | None:
     """The window by transformers' own rules; None when every layer sees the whole context.
 
     ``kind`` is ``ConfigRules.window``. Adds to ``problems`` what cannot be honoured.

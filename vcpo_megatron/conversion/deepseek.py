@@ -33,9 +33,12 @@ _LATENT_ROWS = (
     Row(_A + "linear_proj.weight", (_H + "o_proj.weight",), Cut(1)),
 )
 _CHOICE_BIAS = Row(
-    _M + "mlp.router.expert_bias", ("model.layers.{layer}.mlp.gate.e_score_correction_bias",), Replicate(),
-    layers="moe", float32=True,
-)  # fmt: skip
+    _M + "mlp.router.expert_bias",
+    ("model.layers.{layer}.mlp.gate.e_score_correction_bias",),
+    Replicate(),
+    layers="moe",
+    float32=True,
+)
 
 DEEPSEEK_V3 = Family(
     rules.DEEPSEEK_V3,

@@ -110,8 +110,11 @@ class Partial:
         if lost:
             source = made.get("source", "another source") if isinstance(made, dict) else "another source"
             begun = f"from {source}" if source != plan.get("source") else "with other settings, or of other files"
-            print(f"{WARNING_PREFIX}{self.path} held an interrupted conversion {begun}: it is begun anew",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"{WARNING_PREFIX}{self.path} held an interrupted conversion {begun}: it is begun anew",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _left(self, plan: Mapping[str, Any]) -> list[Any]:
         """Steps that the same plan has recorded."""
@@ -280,9 +283,7 @@ def carried_files(folder: Path) -> list[Path]:
 
     ConversionError for a link to nothing (a cache that was cleared): it would be missing from what is written.
     """
-    beside = [
-        path for path in folder.iterdir() if not path.name.startswith(".") and not path.name.endswith(_WEIGHTS)
-    ]
+    beside = [path for path in folder.iterdir() if not path.name.startswith(".") and not path.name.endswith(_WEIGHTS)]
     if broken := sorted(path.name for path in beside if path.is_symlink() and not path.exists()):
         raise ConversionError(f"{folder}: links to files that do not exist: {listed(broken)}: {REMEDY}")
     return sorted(path for path in beside if path.is_file())

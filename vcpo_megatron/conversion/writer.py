@@ -46,9 +46,13 @@ class FolderWriter:
     """
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype],
-        max_file_bytes: int, done: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype],
+        max_file_bytes: int,
+        done: int = 0,
+    ) -> None:
         self._path, self._dtypes = path, dtypes
         self._slots, self._headers = _plan(tensors, dtypes, max_file_bytes)
         self._order = list(tensors)
@@ -136,8 +140,10 @@ def _plan(
         at = 0
         for name, length in content.items():
             entries[name] = {
-                "dtype": _NAMES[dtypes[name]], "shape": list(tensors[name]), "data_offsets": [at, at + length],
-            }  # fmt: skip
+                "dtype": _NAMES[dtypes[name]],
+                "shape": list(tensors[name]),
+                "data_offsets": [at, at + length],
+            }
             at += length
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data are aligned

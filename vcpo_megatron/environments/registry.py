@@ -68,9 +68,7 @@ def make_environment(config: EnvironmentConfig, tokenizer_dir: Path, seed: int) 
     return environment
 
 
-def validate_environment(
-    config: EnvironmentConfig, tokenizer_dir: Path, seed: int, context_length: int
-) -> list[str]:
+def validate_environment(config: EnvironmentConfig, tokenizer_dir: Path, seed: int, context_length: int) -> list[str]:
     """All problems found before a start, one line each; [] when the environment can be made and fits.
 
     ``context_length`` is the longest sequence of the model in tokens.

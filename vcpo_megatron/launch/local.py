@@ -102,9 +102,13 @@ def _run_locked(
     with caught_signals() as signals, no_orphans(), _guarded(context.token), contextlib.closing(progress):
         children = [_start(process, plan, ports, context, command) for process in (plan.orchestrator, *plan.learners)]
         supervisor = Supervisor(
-            children, signals, timeout_s=config.launch.timeout_s, max_hours=options.max_hours, watch=watch,
+            children,
+            signals,
+            timeout_s=config.launch.timeout_s,
+            max_hours=options.max_hours,
+            watch=watch,
             say=progress.say,
-        )  # fmt: skip
+        )
         ending = supervisor.run()
         watch()
     _report(ending, config, directory)
@@ -121,8 +125,10 @@ def _context(directory: RunDirectory, plan: Plan, ports: Ports, options: Options
         print(f"{directory.path}: {where}", flush=True)
     if step is not None and (newer := directory.newer_than(step)):
         names = ", ".join(f"step_{other}" for other in newer)
-        print(f"newer checkpoints move to checkpoints/abandoned/attempt_{attempt} when the run goes on: {names}",
-              flush=True)  # fmt: skip
+        print(
+            f"newer checkpoints move to checkpoints/abandoned/attempt_{attempt} when the run goes on: {names}",
+            flush=True,
+        )
     return ProcessContext(
         run_dir=directory.path,
         attempt=attempt,
@@ -206,8 +212,12 @@ def _report(ending: Ending, config: RunConfig, directory: RunDirectory) -> None:
     done = int(rows[-1]["step"]) + 1 if rows else 0
     newest = workspace.newest_checkpoint(directory) or 0
     if ending.exit_code == 0 and done < newest:
-        print(f"{WARNING_PREFIX}{directory.metrics} holds {done} of {newest} steps: it was removed or changed while "
-              "the run wrote it", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"{WARNING_PREFIX}{directory.metrics} holds {done} of {newest} steps: it was removed or changed while "
+            "the run wrote it",
+            file=sys.stderr,
+            flush=True,
+        )
     parts = [f"{done} of {config.train.steps} steps"]
     evaluated = [row for row in rows if math.isfinite(row.get("eval/accuracy", math.nan))]
     if evaluated:

@@ -219,8 +219,9 @@ class Supervisor:
     def _ask_to_stop(self) -> None:
         """To the orchestrator alone, not its group: environments go on until it ends them."""
         self._stop_asked_at = time.monotonic()
-        self._say(f"{self._stopped()}: stopping after the current step, or in it (launch.grace_s); "
-                  "once more: stop at once")  # fmt: skip
+        self._say(
+            f"{self._stopped()}: stopping after the current step, or in it (launch.grace_s); once more: stop at once"
+        )
         if self._orchestrator.exit_code is None:
             self._orchestrator.process.send_signal(signal.SIGTERM)
 

@@ -94,8 +94,13 @@ class Checkpoints:
             "model": self._facts,
             "layout": self._layout(),
         }
-        manifest = Manifest(step=step, attempt=version.attempt, version_number=version.number, learner=learner,
-                            orchestrator=orchestrator)  # fmt: skip
+        manifest = Manifest(
+            step=step,
+            attempt=version.attempt,
+            version_number=version.number,
+            learner=learner,
+            orchestrator=orchestrator,
+        )
         self._saving = _Saving(manifest, BackgroundSave(request), started)
 
     def finished(self, *, wait: bool = False) -> tuple[int, float] | None:
@@ -142,8 +147,11 @@ class Checkpoints:
             saved = {_EARLIER_NAMES.get(key, key): value for key, value in saved.items()}
             now = {key: value for key, value in now.items() if key in saved}
             if self._parallel.rank == 0:
-                print(f"{WARNING_PREFIX}{path} was written by an earlier version, with few facts of its model: whether "
-                      f"{self._config.model.path} has changed is not known", flush=True)  # fmt: skip
+                print(
+                    f"{WARNING_PREFIX}{path} was written by an earlier version, with few facts of its model: whether "
+                    f"{self._config.model.path} has changed is not known",
+                    flush=True,
+                )
         if found := differences(saved, now):
             raise CheckpointError(
                 f"{path} does not fit this run: {'; '.join(found)}; the model in {self._config.model.path}, or how it "
@@ -156,8 +164,11 @@ class Checkpoints:
         path, rank = self._directory.checkpoint(step), self._parallel.rank
         if not manifest.checksums:
             if rank == 0:
-                print(f"{WARNING_PREFIX}{path} was written by an earlier version, without checksums: whether its files "
-                      "have changed is not known", flush=True)  # fmt: skip
+                print(
+                    f"{WARNING_PREFIX}{path} was written by an earlier version, without checksums: whether its files "
+                    "have changed is not known",
+                    flush=True,
+                )
             return
         mine = changed_files(path, manifest.checksums, rank, self._parallel.world_size)
         changed = [phrase for phrases in self._of_all_ranks(mine) for phrase in phrases]

@@ -197,9 +197,17 @@ class CheckpointWriter:
         except RuntimeError as error:  # torch's own, where the stream's says why, or Ctrl-C came within it
             raise error.__context__ if isinstance(error.__context__, OSError | KeyboardInterrupt) else error from None
         self.entries.append(
-            [place.key, file, [*place.index, *offsets], start, stream.tell() - start, [*leading, *piece.shape],
-             [*place.stack, *size], str(piece.dtype).removeprefix("torch.")]
-        )  # fmt: skip
+            [
+                place.key,
+                file,
+                [*place.index, *offsets],
+                start,
+                stream.tell() - start,
+                [*leading, *piece.shape],
+                [*place.stack, *size],
+                str(piece.dtype).removeprefix("torch."),
+            ]
+        )
 
     def sync(self) -> None:
         """Everything written so far is on the disk when this returns."""

@@ -59,17 +59,19 @@ class Layout:
             (self.tensor, shape.num_attention_heads, "attention heads", "--tensor"),
             (self.tensor, own_keys, "key-value heads", "--tensor"),
             (self.tensor, shape.ffn_hidden_size if dense else 0, "units of the MLP", "--tensor"),
-            (self.tensor, shape.experts.shared_ffn_hidden_size if shape.experts else 0, "units of the shared expert",
-             "--tensor"),
+            (
+                self.tensor,
+                shape.experts.shared_ffn_hidden_size if shape.experts else 0,
+                "units of the shared expert",
+                "--tensor",
+            ),
             *((self.tensor, rank, "rows of a latent projection", "--tensor") for rank in latent),
             (self.tensor, padded, "rows of the padded vocabulary (--vocab-multiple)", "--tensor"),
             (self.pipeline, shape.num_layers, "layers", "--pipeline"),
             (self.expert, experts, "experts", "--expert"),
         ]
         wrong = [
-            f"{option} {ways} does not divide the {size} {what}"
-            for ways, size, what, option in sizes
-            if size % ways
+            f"{option} {ways} does not divide the {size} {what}" for ways, size, what, option in sizes if size % ways
         ]
         if wrong:
             raise ConversionError("; ".join(wrong))
@@ -92,9 +94,14 @@ class Layout:
 
 
 def import_hf(
-    source: Path, out: Path, layout: Layout, *, dtype: str | None = None, vocab_multiple: int = 128,
+    source: Path,
+    out: Path,
+    layout: Layout,
+    *,
+    dtype: str | None = None,
+    vocab_multiple: int = 128,
     progress: bool = True,
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """Write the checkpoint ``out`` from the HF folder ``source``; returns the tensors left out, with the reason.
 
     ``dtype`` None keeps the one of the files. ConversionError, before anything is written, for a folder that
@@ -113,9 +120,13 @@ def import_hf(
         layout.check(shape, padded)
         kind = DTYPES[dtype] if dtype else _one_dtype(folder, family, shape)
         manifest = {
-            "format": 1, "architecture": family.architecture, "vocabulary": shape.vocab_size,
-            "padded_vocabulary": padded, "dtype": str(kind).removeprefix("torch."), "layout": asdict(layout),
-        }  # fmt: skip
+            "format": 1,
+            "architecture": family.architecture,
+            "vocabulary": shape.vocab_size,
+            "padded_vocabulary": padded,
+            "dtype": str(kind).removeprefix("torch."),
+            "layout": asdict(layout),
+        }
         names, sizes = family.megatron_names(shape), family.outline(shape, kind).values()
         padding = (padded - shape.vocab_size) * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
         total = sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in sizes) + padding * kind.itemsize
@@ -133,9 +144,17 @@ def import_hf(
 
 
 def _write_parameters(
-    folder: HFFolder, family: Family, shape: ModelShape, layout: Layout, padded: int, kind: torch.dtype,
-    names: list[str], partial: Partial, total: int, show: bool,
-) -> None:  # fmt: skip
+    folder: HFFolder,
+    family: Family,
+    shape: ModelShape,
+    layout: Layout,
+    padded: int,
+    kind: torch.dtype,
+    names: list[str],
+    partial: Partial,
+    total: int,
+    show: bool,
+) -> None:
     done = partial.steps[-1]["done"] if partial.steps else 0
     writer = CheckpointWriter(partial.path, [entry for step in partial.steps for entry in step["entries"]])
     progress = Progress(f"import {folder.path.name}", total, sys.stderr if show else None)
@@ -157,9 +176,15 @@ def _write_parameters(
 
 
 def _write_one(
-    folder: HFFolder, family: Family, shape: ModelShape, layout: Layout, padded: int, kind: torch.dtype, name: str,
+    folder: HFFolder,
+    family: Family,
+    shape: ModelShape,
+    layout: Layout,
+    padded: int,
+    kind: torch.dtype,
+    name: str,
     writer: CheckpointWriter,
-) -> Iterator[int]:  # fmt: skip
+) -> Iterator[int]:
     """Write one parameter, a piece a rank; yields the bytes of each piece."""
     op, place = family.place(name).row.op, stored(name, shape)
     sources = [folder.tensor(source) for source in family.sources(name, shape)]
@@ -247,9 +272,7 @@ class OpenedCheckpoint:
         blanks = [torch.empty(size, device="meta") for size in sources]
         padded = self.files.shape(EMBEDDING)[0]
         if padded < self.shape.vocab_size:
-            raise ConversionError(
-                f"{self.path}: {padded} rows of vocabulary, config.json has {self.shape.vocab_size}"
-            )
+            raise ConversionError(f"{self.path}: {padded} rows of vocabulary, config.json has {self.shape.vocab_size}")
         return list(self.family.place(name).row.op.to_shard(blanks, self.shape, 0, 1, padded).shape)
 
     def _one_dtype(self) -> torch.dtype:
@@ -273,8 +296,12 @@ def export_hf(
     order = opened.order()
     dtypes = {hf: dtype for hf, (_, dtype) in opened.family.outline(opened.shape, kind).items()}
     total = sum(torch.Size(size).numel() * dtypes[hf].itemsize for hf, size in order.items())
-    plan = {"source": str(opened.path.absolute()), "files": fingerprint(opened.path), "dtype": str(kind),
-            "max_file_bytes": max_file_bytes}  # fmt: skip
+    plan = {
+        "source": str(opened.path.absolute()),
+        "files": fingerprint(opened.path),
+        "dtype": str(kind),
+        "max_file_bytes": max_file_bytes,
+    }
     carried_files(opened.hf)  # what is wrong with them is said before the work
     partial = Partial(out, plan, total, [source, opened.path, opened.hf])
     with partial.guarded():

@@ -18,9 +18,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 def _over_torch_adam(optimizer: MegatronOptimizer) -> list[Any]:
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [
-        part for part in parts
+        part
+        for part in parts
         if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
-    ]  # fmt: skip
+    ]
 
 
 def prepare_to_load(optimizer: MegatronOptimizer) -> None:

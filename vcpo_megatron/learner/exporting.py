@@ -31,9 +31,13 @@ class Exports:
     """Writes the folders; every method is collective over all ranks."""
 
     def __init__(
-        self, config: RunConfig, directory: RunDirectory, parallel: Parallel, trainable: Trainable,
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        parallel: Parallel,
+        trainable: Trainable,
         gatherer: WeightGatherer,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._every = config.checkpoint.export_hf_every
         self._source = config.model.path
         self._directory, self._parallel = directory, parallel
@@ -64,9 +68,13 @@ class Exports:
 
 
 def write_folder(
-    tensors: Iterator[tuple[str, Tensor]], family: Family, shape: ModelShape, dtype: torch.dtype, source: Path,
+    tensors: Iterator[tuple[str, Tensor]],
+    family: Family,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    source: Path,
     out: Path,
-) -> None:  # fmt: skip
+) -> None:
     """Write ``tensors``, in the table's order, and what ``source`` holds beside its weights into the folder ``out``.
 
     Replaces a folder of the same name (a step that is taken again after a resume), and removes what an interrupted

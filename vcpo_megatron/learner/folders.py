@@ -27,9 +27,11 @@ class WeightFolders:
         shutil.rmtree(self._path, ignore_errors=True)
 
     def write(
-        self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]],
+        self,
+        version: PolicyVersion,
+        tensors: Iterable[tuple[str, torch.Tensor]],
         outline: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    ) -> Path:  # fmt: skip
+    ) -> Path:
         """The complete folder of ``version``, on the disk; one tensor at a time is in memory."""
         partial, final = self._path / f".{version}.partial", self._path / str(version)
         shutil.rmtree(partial, ignore_errors=True)

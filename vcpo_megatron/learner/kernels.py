@@ -44,11 +44,17 @@ def choose_kernels(installed: InstalledKernels, *, can_run: bool) -> Kernels:
             notes.append("weight gradients: added by Apex's kernel")
         hidden = ("apex",) * bool(installed.apex_problem)
         return Kernels(adam or "torch", installed.weight_gradients, hidden, tuple(notes))
-    names = {"transformer_engine": installed.transformer_engine, "apex": installed.apex != "none",
-             "fused_weight_gradient_mlp_cuda": installed.weight_gradients}  # fmt: skip
+    names = {
+        "transformer_engine": installed.transformer_engine,
+        "apex": installed.apex != "none",
+        "fused_weight_gradient_mlp_cuda": installed.weight_gradients,
+    }
     hidden = tuple(name for name, found in names.items() if found)
-    notes += [f"{name} is installed and needs a GPU: not used" for name in hidden
-              if name != "apex" or not installed.apex_problem]  # fmt: skip
+    notes += [
+        f"{name} is installed and needs a GPU: not used"
+        for name in hidden
+        if name != "apex" or not installed.apex_problem
+    ]
     return Kernels("torch", False, hidden, tuple(notes))
 
 

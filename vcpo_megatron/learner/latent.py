@@ -56,9 +56,14 @@ class LatentSelfAttention(MLASelfAttention):
     config: MLATransformerConfig
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None, position_ids: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None, inference_context: Any = None, **_: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, None, None]:  # fmt: skip
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        inference_context: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """hidden_states [T, 1, h], or this rank's part of T; returns query and key [T, heads, d], value [T, heads, v].
 
         The two further results are those that Megatron's sparse attention would use.
@@ -97,6 +102,10 @@ class LatentSelfAttention(MLASelfAttention):
         """Rotary positions inside each trajectory, x [T, n, rotary]; pairs of dimensions lie side by side."""
         angles = self.rotary_pos_emb(packed.max_seqlen_q, packed_seq=True)
         return apply_rotary_pos_emb(
-            x, angles, config=self.config, cu_seqlens=packed.cu_seqlens_q, mscale=self.config.mscale,
+            x,
+            angles,
+            config=self.config,
+            cu_seqlens=packed.cu_seqlens_q,
+            mscale=self.config.mscale,
             cp_group=self.pg_collection.cp,
-        )  # fmt: skip
+        )

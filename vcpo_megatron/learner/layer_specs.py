@@ -43,7 +43,7 @@ def engine_layers() -> EngineLayers:
 
     if not engine.HAVE_TE:
         raise RuntimeError(
-            "TransformerEngine cannot be imported, or has no GPU to run on: use model.transformer_impl = \"local\" and "
+            'TransformerEngine cannot be imported, or has no GPU to run on: use model.transformer_impl = "local" and '
             'model.core_attention = "torch"'
         )
     return EngineLayers(engine.TEColumnParallelLinear, engine.TERowParallelLinear, engine.TEDotProductAttention)
@@ -77,9 +77,12 @@ def layer_spec(config: TransformerConfig, model: ModelConfig, experts: int | Non
     """One decoder layer; ``experts``: their number, None for a plain MLP."""
     is_latent = isinstance(config, MLATransformerConfig)
     layer = get_gpt_layer_local_spec(
-        num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm", qk_layernorm=config.qk_layernorm,
+        num_experts=experts,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
         multi_latent_attention=is_latent,
-    )  # fmt: skip
+    )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules

@@ -44,10 +44,17 @@ class PackedAttention(MegatronModule):
     """
 
     def __init__(
-        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
-        attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
-        pg_collection: Any = None, **_: Any,
-    ) -> None:  # fmt: skip
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
@@ -56,9 +63,15 @@ class PackedAttention(MegatronModule):
         self._group = pg_collection.cp if self._ranks > 1 else None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None, packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
         assert packed_seq_params is not None, "the learner feeds packs only"
         lengths = packed_seq_params.lengths
         if self._group is not None:
@@ -119,8 +132,11 @@ class PackParams(PackedSeqParams):
         cumulative = torch.tensor([0, *itertools.accumulate(layout.lengths)], dtype=torch.int32, device=device)
         longest = max(layout.lengths)
         params = cls(
-            qkv_format="thd", cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative, max_seqlen_q=longest,
+            qkv_format="thd",
+            cu_seqlens_q=cumulative,
+            cu_seqlens_kv=cumulative,
+            max_seqlen_q=longest,
             max_seqlen_kv=longest,
-        )  # fmt: skip
+        )
         params.lengths = [length // layout.ranks for length in layout.lengths]
         return params

@@ -30,9 +30,7 @@ from .per_pack import PerPack
 class LoadBalance:
     """Built once for the chunks of a model of ``layers`` layers. In a step: passes that count, ``agree``, that pull."""
 
-    def __init__(
-        self, chunks: Sequence[torch.nn.Module], coefficient: float, layers: int, parallel: Parallel
-    ) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], coefficient: float, layers: int, parallel: Parallel) -> None:
         routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
         self._coefficient, self._layers, self._parallel = coefficient, layers, parallel
         self._tokens: PerPack[Tensor] = PerPack()

@@ -38,9 +38,13 @@ class VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab_size: int,
+        ctx: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        temperature: float,
+        vocab_size: int,
         group: dist.ProcessGroup,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, width = logits.shape
         first = dist.get_rank(group) * width
         real = min(max(vocab_size - first, 0), width)

@@ -245,9 +245,16 @@ def _load_weights(
     """Fill every parameter, exactly once, from the folder; only this rank's shards are read."""
     parameters = named_weights(model)
     shards = load_shard(
-        folder, family, shape, parameters, parallel.tensor_rank, parallel.tensor_size, padded,
-        expert_tp_rank=parallel.expert_tensor_rank, expert_tp_size=parallel.expert_tensor_size,
-    )  # fmt: skip
+        folder,
+        family,
+        shape,
+        parameters,
+        parallel.tensor_rank,
+        parallel.tensor_size,
+        padded,
+        expert_tp_rank=parallel.expert_tensor_rank,
+        expert_tp_size=parallel.expert_tensor_size,
+    )
     missing = set(parameters)
     for name, tensor in shards:
         parameter = parameters[name]

@@ -84,9 +84,7 @@ class GroupNorms:
     Alone, this is the first of two passes: nothing is kept and nobody waits before the end.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, found: Found
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, found: Found) -> None:
         self._parameters = dict(parameters)
         self._chunks = chunks
         self._parallel = parallel
@@ -201,9 +199,14 @@ class OpobSums(_Bounded):
     """
 
     def __init__(
-        self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, found: Found, limit: int | None,
+        self,
+        parameters: Mapping[str, Parameter],
+        chunks: int,
+        parallel: Parallel,
+        found: Found,
+        limit: int | None,
         dtype: torch.dtype = torch.float32,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(parameters, chunks, parallel, found, limit)
         self._gradients = Accumulate()
         self._dtype = dtype

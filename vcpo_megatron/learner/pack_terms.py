@@ -26,9 +26,15 @@ class PackTerms:
     """
 
     def __init__(
-        self, config: RunConfig, parallel: Parallel, messages: LogRatioExchange, objective: Objective,
-        vocab_size: int, *, estimates_norms: bool,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        parallel: Parallel,
+        messages: LogRatioExchange,
+        objective: Objective,
+        vocab_size: int,
+        *,
+        estimates_norms: bool,
+    ) -> None:
         """``estimates_norms``: baselines come from norms that are estimated from logits."""
         rows = len(objective.facts.rewards)
         self.table = RowTable(rows)

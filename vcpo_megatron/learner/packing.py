@@ -203,9 +203,16 @@ def plan_steps(rows: Sequence[Row], ranks: int, max_tokens: int) -> list[list[li
 
 
 def make_pack(
-    rows: Sequence[Row], share: Share, device: torch.device, *, group: int | None = None,
-    step_rows: Sequence[Row] | None = None, offset: int = 0, at_least: int = 0, version: int | None = None,
-) -> Pack:  # fmt: skip
+    rows: Sequence[Row],
+    share: Share,
+    device: torch.device,
+    *,
+    group: int | None = None,
+    step_rows: Sequence[Row] | None = None,
+    offset: int = 0,
+    at_least: int = 0,
+    version: int | None = None,
+) -> Pack:
     """Lay ``rows`` end to end and keep what context-parallel rank ``share.rank`` holds of them.
 
     ``version`` is the number of the learner's policy. An empty pack (expert parallelism, virtual stages) is padding

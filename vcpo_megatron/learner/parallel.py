@@ -69,8 +69,13 @@ class Parallel:
     @property
     def layout(self) -> str:
         """For a reader of the log."""
-        sizes = {"data": self.data_size, "tensor": self.tensor_size, "context": self.context_size,
-                 "pipeline": self.pipeline_size, "virtual stages": self.virtual_size}  # fmt: skip
+        sizes = {
+            "data": self.data_size,
+            "tensor": self.tensor_size,
+            "context": self.context_size,
+            "pipeline": self.pipeline_size,
+            "virtual stages": self.virtual_size,
+        }
         return f"{self.world_size} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())
 
     @property
@@ -174,9 +179,7 @@ def initialize(config: RunConfig) -> Parallel:
     )
 
 
-def _group_of(
-    mine: tuple[int, ...], timeout: datetime.timedelta, *, backend: str | None = None
-) -> dist.ProcessGroup:
+def _group_of(mine: tuple[int, ...], timeout: datetime.timedelta, *, backend: str | None = None) -> dist.ProcessGroup:
     """A new communicator over this rank's ``mine``; called alike on all ranks, whose sets must not overlap."""
     members = [mine] * dist.get_world_size()
     dist.all_gather_object(members, mine)

@@ -22,8 +22,21 @@ class RowTable:
     tokens of the current version mismatch_sum, mismatch_max and mismatch_tokens.
     """
 
-    _COLUMNS = ("owners", "log_ratio", "logprob_sum", "entropy_sum", "has_norm", "grad_norm", "has_baseline",
-                "baseline", "fell_back", "kl_sum", "mismatch_sum", "mismatch_max", "mismatch_tokens")  # fmt: skip
+    _COLUMNS = (
+        "owners",
+        "log_ratio",
+        "logprob_sum",
+        "entropy_sum",
+        "has_norm",
+        "grad_norm",
+        "has_baseline",
+        "baseline",
+        "fell_back",
+        "kl_sum",
+        "mismatch_sum",
+        "mismatch_max",
+        "mismatch_tokens",
+    )
     _RANK_NUMBERS = 5
 
     def __init__(self, rows: int) -> None:
@@ -58,9 +71,13 @@ class RowTable:
         self._values[list(rows), 10:13] = found
 
     def record_rank(
-        self, *, gradients_are_finite: bool, padded_tokens: int, accumulator_error: tuple[float, float] = (0.0, 0.0),
+        self,
+        *,
+        gradients_are_finite: bool,
+        padded_tokens: int,
+        accumulator_error: tuple[float, float] = (0.0, 0.0),
         left: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """What this rank found as a whole; ``padded_tokens`` is 0 on all ranks but one of those that share packs.
         ``left``: it has left the step before its end."""
         self._left = float(left)
@@ -169,9 +186,14 @@ class RowFacts:
 
     @classmethod
     def of(
-        cls, groups: Sequence[Sequence[Row]], scales: Sequence[GroupScale], centres: torch.Tensor,
-        coefficients: torch.Tensor, *, linear: bool = True,
-    ) -> RowFacts:  # fmt: skip
+        cls,
+        groups: Sequence[Sequence[Row]],
+        scales: Sequence[GroupScale],
+        centres: torch.Tensor,
+        coefficients: torch.Tensor,
+        *,
+        linear: bool = True,
+    ) -> RowFacts:
         """Facts of the rows of ``groups``; ``scales`` has one entry a group, ``centres`` and ``coefficients`` one
         a row."""
         rows = [row.trajectory for group in groups for row in group]
@@ -202,9 +224,18 @@ class RowFacts:
 
 
 def step_metrics(
-    table: RowTable, facts: RowFacts, weights: torch.Tensor, *, ess_ratio: float, ess_ratio_truncated: float,
-    ess_scale: float, learning_rate: float, total_norm: float, skipped: bool, seconds: float,
-) -> dict[str, float]:  # fmt: skip
+    table: RowTable,
+    facts: RowFacts,
+    weights: torch.Tensor,
+    *,
+    ess_ratio: float,
+    ess_ratio_truncated: float,
+    ess_scale: float,
+    learning_rate: float,
+    total_norm: float,
+    skipped: bool,
+    seconds: float,
+) -> dict[str, float]:
     """The learner's share of a row of ``metrics.jsonl``."""
     advantage = (facts.rewards - facts.baselines(table)) * facts.inverse_std * weights
     # a method that is not linear in the advantage has it in its token coefficients already, zeros included
@@ -242,9 +273,12 @@ def trajectory_results(
     """One result a trajectory, in the order of the batch."""
     rows = zip(
         (t for group in batch.groups for t in group.trajectories),
-        table.log_ratio.tolist(), weights.tolist(), table.grad_norm.tolist(), facts.baselines(table).tolist(),
+        table.log_ratio.tolist(),
+        weights.tolist(),
+        table.grad_norm.tolist(),
+        facts.baselines(table).tolist(),
         strict=True,
-    )  # fmt: skip
+    )
     return tuple(
         TrajectoryResult(t.group_id, t.sample_index, log_ratio, weight, norm, baseline)
         for t, log_ratio, weight, norm, baseline in rows

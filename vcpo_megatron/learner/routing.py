@@ -55,9 +55,13 @@ class _LayerReplay:
         self._place = place
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None,
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
         default_compute_topk: Any = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Scores [T, k] and numbers int64 [T, k] of the experts of each token; ``scores`` is [T, experts]."""
         own, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
         if self._replay.experts.current is None:

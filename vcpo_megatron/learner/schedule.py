@@ -33,9 +33,13 @@ def forward_tokens(
 
 
 def run_schedule(
-    chunks: Sequence[torch.nn.Module], items: Sequence[_T], forward: Callable[[_T, torch.nn.Module], ForwardStep], *,
-    tokens: int, forward_only: bool,
-) -> None:  # fmt: skip
+    chunks: Sequence[torch.nn.Module],
+    items: Sequence[_T],
+    forward: Callable[[_T, torch.nn.Module], ForwardStep],
+    *,
+    tokens: int,
+    forward_only: bool,
+) -> None:
     """Run ``forward`` on every item and chunk, and the backward unless ``forward_only``; nothing without items.
 
     ``tokens`` is the length of the first item.
@@ -48,6 +52,11 @@ def run_schedule(
 
     iterators = [iter(items) for _ in chunks]
     get_forward_backward_func()(
-        forward_step_func=step, data_iterator=iterators if len(chunks) > 1 else iterators[0], model=list(chunks),
-        num_microbatches=len(items), seq_length=tokens, micro_batch_size=1, forward_only=forward_only,
-    )  # fmt: skip
+        forward_step_func=step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks),
+        num_microbatches=len(items),
+        seq_length=tokens,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )

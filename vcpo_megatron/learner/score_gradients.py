@@ -53,9 +53,7 @@ class Attached:
     alone: tuple[str, ...]
 
 
-def attach(
-    model: torch.nn.Module, switch: ScoreSwitch, parallel: Parallel, *, prefix: str, tied: bool
-) -> Attached:
+def attach(model: torch.nn.Module, switch: ScoreSwitch, parallel: Parallel, *, prefix: str, tied: bool) -> Attached:
     """Make ``model`` (one chunk of a GPTModel) separate its gradients while ``switch.current`` is set.
 
     Names are ``prefix`` (unique for the chunk) + Megatron's. ``tied``: input and output embedding are one parameter,
@@ -66,8 +64,12 @@ def attach(
     parameters = {prefix + name: parameter for name, parameter in model.named_parameters()}
     names = {id(parameter): name for name, parameter in parameters.items()}
     # a bias of a row-parallel layer is added outside of what is replaced
-    handled = {id(parameter) for _, module in modules for name, parameter in module.named_parameters(recurse=False)
-               if not (isinstance(module, RowParallelLinear) and name == "bias")}  # fmt: skip
+    handled = {
+        id(parameter)
+        for _, module in modules
+        for name, parameter in module.named_parameters(recurse=False)
+        if not (isinstance(module, RowParallelLinear) and name == "bias")
+    }
     alone = {name: parameter for name, parameter in parameters.items() if id(parameter) not in handled}
     if alone and (problem := alone_problem(list(alone.values()), parallel)):
         raise UnsupportedLayer(f"no exact per-trajectory gradient for {', '.join(alone)}: {problem}")
@@ -83,9 +85,13 @@ def attach(
             expert = _EXPERT.fullmatch(path)
             tokens = owners[expert[1]].tokens_of(int(expert[2])) if expert else (lambda scores: scores.dense_tokens)
             attach_linear(
-                module, switch, names, parallel.tensor_group, is_tied_output=tied and path == "output_layer",
+                module,
+                switch,
+                names,
+                parallel.tensor_group,
+                is_tied_output=tied and path == "output_layer",
                 tokens=tokens,
-            )  # fmt: skip
+            )
         elif isinstance(module, VocabParallelEmbedding):
             attach_embedding(module, switch, names, tied=tied)
         elif isinstance(module, RMSNorm):

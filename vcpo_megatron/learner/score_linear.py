@@ -73,35 +73,62 @@ class ScoredLinear(torch.autograd.Function):
 
 
 def attach_linear(
-    module: Any, switch: ScoreSwitch, names: dict[int, str], group: dist.ProcessGroup, *, is_tied_output: bool,
+    module: Any,
+    switch: ScoreSwitch,
+    names: dict[int, str],
+    group: dist.ProcessGroup,
+    *,
+    is_tied_output: bool,
     tokens: Callable[[PackScores], Tokens],
-) -> None:  # fmt: skip
+) -> None:
     """Column- or row-parallel; ``tokens`` says whose rows the layer sees in the call at hand."""
     original = module._forward_impl
 
     def forward(
-        self: Any, input: Tensor, weight: Parameter, bias: Parameter | None = None, allreduce_dgrad: bool = False,
-        sequence_parallel: bool = False, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        self: Any,
+        input: Tensor,
+        weight: Parameter,
+        bias: Parameter | None = None,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
         scores = switch.active()
         if scores is None:
             return original(
-                input=input, weight=weight, bias=bias, allreduce_dgrad=allreduce_dgrad,
-                sequence_parallel=sequence_parallel, **kwargs,
-            )  # fmt: skip
+                input=input,
+                weight=weight,
+                bias=bias,
+                allreduce_dgrad=allreduce_dgrad,
+                sequence_parallel=sequence_parallel,
+                **kwargs,
+            )
         call = LinearCall(
-            scores, tokens(scores), names[id(weight)], weight, None if bias is None else names[id(bias)], bias,
-            is_tied_output, sequence_parallel, allreduce_dgrad, group, weight.dtype,
-        )  # fmt: skip
+            scores,
+            tokens(scores),
+            names[id(weight)],
+            weight,
+            None if bias is None else names[id(bias)],
+            bias,
+            is_tied_output,
+            sequence_parallel,
+            allreduce_dgrad,
+            group,
+            weight.dtype,
+        )
         return ScoredLinear.apply(input, call)
 
     module._forward_impl = types.MethodType(forward, module)
 
 
 def _gate(
-    scores: PackScores, names: dict[int, str], weight: Parameter, x: Tensor, group: dist.ProcessGroup,
+    scores: PackScores,
+    names: dict[int, str],
+    weight: Parameter,
+    x: Tensor,
+    group: dist.ProcessGroup,
     dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """x W^T for a small matrix that is the same on every tensor rank, of the tokens outside of tensor regions."""
     call = LinearCall(
         scores, scores.router_tokens, names[id(weight)], weight, None, None, False, False, False, group, dtype

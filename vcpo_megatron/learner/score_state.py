@@ -107,10 +107,13 @@ class Tokens:
                 if 0 < length <= limit:
                     by_length.setdefault(length if uniform else 1 << (length - 1).bit_length(), []).append(i)
             self._buckets[limit] = [
-                (torch.tensor(members, device=self.local.ids.device), self.local.positions(members),
-                 self.whole.positions(members))
+                (
+                    torch.tensor(members, device=self.local.ids.device),
+                    self.local.positions(members),
+                    self.whole.positions(members),
+                )
                 for _, members in sorted(by_length.items())
-            ]  # fmt: skip
+            ]
         return self._buckets[limit]
 
 

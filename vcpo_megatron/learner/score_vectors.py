@@ -131,5 +131,3 @@ def attach_embedding(module: Any, switch: ScoreSwitch, names: dict[int, str], *,
         return reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
 
     module.forward = types.MethodType(forward, module)
-
-

@@ -78,9 +78,14 @@ class WeightSender:
     buckets, as in WeightsReady."""
 
     def __init__(
-        self, config: RunConfig, context: ProcessContext, parallel: Parallel, trainable: Trainable,
-        gatherer: WeightGatherer, control: ControlClient | None,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        context: ProcessContext,
+        parallel: Parallel,
+        trainable: Trainable,
+        gatherer: WeightGatherer,
+        control: ControlClient | None,
+    ) -> None:
         rollout = config.rollout
         self._config, self._parallel, self._trainable, self._control = config, parallel, trainable, control
         broadcasts = platform.has_gpu() or rollout.tensor_parallel > 1

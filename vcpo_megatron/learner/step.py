@@ -59,9 +59,13 @@ class VcpoStep:
     ``leave_asked()`` is called on rank 0 in the middle of a step: whether it is to be left."""
 
     def __init__(
-        self, config: RunConfig, parallel: Parallel, trainable: Trainable, *,
+        self,
+        config: RunConfig,
+        parallel: Parallel,
+        trainable: Trainable,
+        *,
         leave_asked: Callable[[], bool] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = config
         self.parallel = parallel
         self.trainable = trainable
@@ -143,12 +147,22 @@ class VcpoStep:
             total_norm = self.trainable.optimizer_step(learning_rate)
             self.ess_state.record(ratio)
         facts, weights = self._objective.facts, self._objective.sequence_weights(table.log_ratio)
-        metrics = step_metrics(
-            table, facts, weights, ess_ratio=ratio,
-            ess_ratio_truncated=batch_ess_ratio(table.log_ratio, "truncated", algorithm.is_threshold),
-            ess_scale=scale, learning_rate=learning_rate, total_norm=total_norm, skipped=bool(skipped),
-            seconds=seconds,
-        ) | mismatch_metrics(table) | ({} if self._balance is None else self._balance.metrics)  # fmt: skip
+        metrics = (
+            step_metrics(
+                table,
+                facts,
+                weights,
+                ess_ratio=ratio,
+                ess_ratio_truncated=batch_ess_ratio(table.log_ratio, "truncated", algorithm.is_threshold),
+                ess_scale=scale,
+                learning_rate=learning_rate,
+                total_norm=total_norm,
+                skipped=bool(skipped),
+                seconds=seconds,
+            )
+            | mismatch_metrics(table)
+            | ({} if self._balance is None else self._balance.metrics)
+        )
         return StepResult(batch.step, version, skipped, metrics, trajectory_results(table, facts, weights, batch))
 
     def _gradient(self, silent: Sequence[Pack], packs: Sequence[Pack], buckets: Sequence[Bucket]) -> None:
@@ -204,9 +218,13 @@ class VcpoStep:
             config.algorithm, groups, config.rollout.max_new_tokens, self.ess_state.previous_ratio
         )
         self._terms = PackTerms(
-            config, self.parallel, self._messages, self._objective, self.trainable.shape.vocab_size,
+            config,
+            self.parallel,
+            self._messages,
+            self._objective,
+            self.trainable.shape.vocab_size,
             estimates_norms=self._mode == "proxy",
-        )  # fmt: skip
+        )
         return StepPlan.of(groups, self._objective.scales, config, self.parallel, self._device, version)
 
     def _group_size(self, pack: Pack) -> int:

@@ -27,9 +27,14 @@ class StepPlan:
 
     @classmethod
     def of(
-        cls, groups: Sequence[Sequence[Row]], scales: Sequence[GroupScale], config: RunConfig, parallel: Parallel,
-        device: torch.device, version: int,
-    ) -> StepPlan:  # fmt: skip
+        cls,
+        groups: Sequence[Sequence[Row]],
+        scales: Sequence[GroupScale],
+        config: RunConfig,
+        parallel: Parallel,
+        device: torch.device,
+        version: int,
+    ) -> StepPlan:
         """``scales`` has one entry a group of the batch; ``version`` is the number of the policy before the step."""
         costs = [sum(row.cost for row in group) for group in groups]
         mine = assign_groups(costs, parallel.replicas)[parallel.replica]
@@ -53,8 +58,11 @@ def packing_for(alone: Sequence[str], config: RunConfig, parallel: Parallel) -> 
         return config
     if parallel.rank == 0:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        print(f"packing: one trajectory a micro-batch, since the gradients of {', '.join(names[:3])}{more} cannot be "
-              "separated in a pack", flush=True)  # fmt: skip
+        print(
+            f"packing: one trajectory a micro-batch, since the gradients of {', '.join(names[:3])}{more} cannot be "
+            "separated in a pack",
+            flush=True,
+        )
     one_row = config.train.model_copy(update={"max_pack_tokens": 1})  # a longer row gets a pack of its own
     return config.model_copy(update={"train": one_row})
 
@@ -69,8 +77,12 @@ class _Packer:
 
     def packs(self, groups: Sequence[Sequence[Row]]) -> tuple[Pack, ...]:
         """This rank's pack of every micro-step, padded with empty steps to what the schedule asks for."""
-        found = [self._pack(step) for group in groups if group
-                 for step in plan_steps(group, self.parallel.spread_size, self.max_tokens)]  # fmt: skip
+        found = [
+            self._pack(step)
+            for group in groups
+            if group
+            for step in plan_steps(group, self.parallel.spread_size, self.max_tokens)
+        ]
         missing = -len(found) % self.parallel.steps_multiple
         empty = [make_pack([], self.parallel.share, self.device, group=found[-1].group) for _ in range(missing)]
         return (*found, *empty)
@@ -81,6 +93,12 @@ class _Packer:
         offset = sum(len(part) for part in step[:own])
         lengths = [Layout.of([row.cost for row in part], self.parallel.share).total for part in step]
         return make_pack(
-            step[own], self.parallel.share, self.device, group=rows[0].group, step_rows=rows, offset=offset,
-            at_least=max(lengths) if self.equal_lengths else 0, version=self.version,
-        )  # fmt: skip
+            step[own],
+            self.parallel.share,
+            self.device,
+            group=rows[0].group,
+            step_rows=rows,
+            offset=offset,
+            at_least=max(lengths) if self.equal_lengths else 0,
+            version=self.version,
+        )

@@ -37,9 +37,12 @@ class WeightGatherer:
         self._parallel = parallel
         self._own = {name: tensor for chunk in trainable.chunks for name, tensor in named_weights(chunk).items()}
         mine = _Held(
-            parallel.rank, parallel.data_rank, parallel.tensor_rank, parallel.expert_tensor_rank,
+            parallel.rank,
+            parallel.data_rank,
+            parallel.tensor_rank,
+            parallel.expert_tensor_rank,
             {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._own.items()},
-        )  # fmt: skip
+        )
         everyone: list[_Held] = [mine] * parallel.world_size
         dist.all_gather_object(everyone, mine, group=parallel.command_group)
         names = trainable.family.megatron_names(trainable.shape)

@@ -95,7 +95,8 @@ METRICS: Mapping[str, Metric] = {
     "entropy": Metric("entropy of the policy, mean over trained tokens", "nats", "mean"),
     "experts/balance": Metric(
         "mean over layers of E sum f_e P_e, f_e and P_e an expert's shares of tokens and of probability: 1 when even; "
-        "only with global_aux_loss", reducer="mean",
+        "only with global_aux_loss",
+        reducer="mean",
     ),
     "staleness/mean": Metric("learner version at use - oldest version that sampled a token", "versions", "mean"),
     "staleness/p95": Metric("95th percentile of the staleness, nearest rank", "versions", "p95"),
@@ -113,7 +114,8 @@ METRICS: Mapping[str, Metric] = {
     "time/forward_backward": Metric("forward and backward of all micro-batches", "s", "sum"),
     "time/sync": Metric("longest update of servers that ended since the row before, 0 if none", "s", "sum"),
     "sync/verified": Metric(
-        "updates of servers whose checksums agreed, since the row before; only with rollout.verify_sync", "updates",
+        "updates of servers whose checksums agreed, since the row before; only with rollout.verify_sync",
+        "updates",
         "sum",
     ),
     "time/sync_stall": Metric("learner rank 0 stood still to copy the weights that this step starts from", "s"),

@@ -59,9 +59,14 @@ class Progress:
         """The line for what was shown last, such as
         "step 12/40  accuracy 0.5312  ESS 0.87  lr x0.93  staleness 2.1 (max 4)  1234 tokens/s  5:20 left"."""
         parts = [f"step {int(self._values['step']) + 1}/{self._steps}"] if "step" in self._values else ["starting"]
-        for name, form in (("eval/accuracy", "accuracy {:.4f}"), ("reward/mean", "reward {:.3f}"),
-                           ("ess/ratio", "ESS {:.2f}"), ("ess/lr_scale", "lr x{:.2f}"),
-                           ("staleness/mean", "staleness {:.1f}"), ("staleness/max", "(max {:.0f})")):  # fmt: skip
+        for name, form in (
+            ("eval/accuracy", "accuracy {:.4f}"),
+            ("reward/mean", "reward {:.3f}"),
+            ("ess/ratio", "ESS {:.2f}"),
+            ("ess/lr_scale", "lr x{:.2f}"),
+            ("staleness/mean", "staleness {:.1f}"),
+            ("staleness/max", "(max {:.0f})"),
+        ):
             if name in self._values:
                 parts.append(form.format(self._values[name]))
         total = sum(seconds for seconds, _ in self._recent)
@@ -93,7 +98,7 @@ def _is_finite(value: Any) -> TypeGuard[float]:
 
 
 def _clock(seconds: float) -> str:
-    """"1:05:09", or "5:09" below an hour."""
+    """ "1:05:09", or "5:09" below an hour."""
     minutes, second = divmod(round(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

@@ -38,8 +38,15 @@ from .weight_sync import SyncError
 LIMIT = 900
 #: Ends that a user can do something about: one line, no traceback.
 _EXPECTED = (
-    RunError, ControlError, FleetError, SyncError, StoreError, ServerError, ServerUnavailable, ProtocolError,
-)  # fmt: skip
+    RunError,
+    ControlError,
+    FleetError,
+    SyncError,
+    StoreError,
+    ServerError,
+    ServerUnavailable,
+    ProtocolError,
+)
 
 
 def make_parts(context: ProcessContext, config: RunConfig) -> Parts:

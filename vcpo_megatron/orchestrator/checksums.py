@@ -49,13 +49,20 @@ class ChecksumBook:
         if self.compared > before:
             self.verified += 1
             if before == 0:
-                print(f"{NOTE_PREFIX}{server.name}: {self.compared} checksums of weights {version} agree "
-                      "(rollout.verify_sync); sync/verified counts the updates that follow", flush=True)  # fmt: skip
+                print(
+                    f"{NOTE_PREFIX}{server.name}: {self.compared} checksums of weights {version} agree "
+                    "(rollout.verify_sync); sync/verified counts the updates that follow",
+                    flush=True,
+                )
 
     def _compare(
-        self, server: Server, version: str, what: str, wanted: Sequence[Mapping[str, str]],
+        self,
+        server: Server,
+        version: str,
+        what: str,
+        wanted: Sequence[Mapping[str, str]],
         found: Sequence[Mapping[str, str]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         if len(wanted) != len(found):
             raise ChecksumError(f"{server.name} has {len(found)} ranks, {len(wanted)} were expected")
         for wanted_rank, found_rank in zip(wanted, found, strict=True):

@@ -130,9 +130,7 @@ class DiskCourier:
         version = str(weights.version)
         await run_all(
             *(
-                blaming(
-                    wave, server, server.client.update_weights_from_disk(weights.path, version, flush_cache=False)
-                )
+                blaming(wave, server, server.client.update_weights_from_disk(weights.path, version, flush_cache=False))
                 for server in wave.servers
             )
         )

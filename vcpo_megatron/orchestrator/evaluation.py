@@ -39,11 +39,17 @@ def evaluating_servers(servers: Sequence[Server]) -> tuple[Server, ...]:
 def mean_reward(rewards: Sequence[float], failures: Sequence[str], version: int) -> dict[str, float]:
     """``eval/accuracy`` over the samples that ended; failed ones are left out and said; nan when none ended."""
     if failures and not rewards:
-        print(f"{WARNING_PREFIX}evaluation of version {version}: all {len(failures)} samples failed, there is no "
-              f"accuracy; first: {failures[0]}", flush=True)  # fmt: skip
+        print(
+            f"{WARNING_PREFIX}evaluation of version {version}: all {len(failures)} samples failed, there is no "
+            f"accuracy; first: {failures[0]}",
+            flush=True,
+        )
     elif failures:
-        print(f"evaluation of version {version}: {len(failures)} of {len(failures) + len(rewards)} samples failed, "
-              f"first: {failures[0]}", flush=True)  # fmt: skip
+        print(
+            f"evaluation of version {version}: {len(failures)} of {len(failures) + len(rewards)} samples failed, "
+            f"first: {failures[0]}",
+            flush=True,
+        )
     return {"eval/accuracy": math.fsum(rewards) / len(rewards) if rewards else math.nan}
 
 
@@ -112,10 +118,15 @@ class Evaluation:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     trajectory = await run_episode(
-                        lease.generate, self._environment, example, group_id=EVALUATION_GROUP, sample_index=index,
-                        sampling=self._rules.sampling, context_length=self._rules.context_length,
+                        lease.generate,
+                        self._environment,
+                        example,
+                        group_id=EVALUATION_GROUP,
+                        sample_index=index,
+                        sampling=self._rules.sampling,
+                        context_length=self._rules.context_length,
                         seed_for_turn=lambda turn: None,
-                    )  # fmt: skip
+                    )
                 rewards[index] = trajectory.reward
             except TimeoutError:
                 failures.append(f"no answer within {self._timeout_s:g} s (staleness.wait_s)")

@@ -152,11 +152,15 @@ class ExactSampler:
             prompt_id, sample_index = episode.example.prompt_id, episode.sample_index
             try:
                 found[index] = await run_episode(
-                    rounds.generate(index), self._environment, episode.example,
-                    group_id=episode.group_id, sample_index=sample_index, sampling=self._rules.sampling,
+                    rounds.generate(index),
+                    self._environment,
+                    episode.example,
+                    group_id=episode.group_id,
+                    sample_index=sample_index,
+                    sampling=self._rules.sampling,
                     context_length=self._rules.context_length,
                     seed_for_turn=lambda turn: sampling_seed(self._seed, prompt_id, sample_index, turn),
-                )  # fmt: skip
+                )
             except EpisodeError as error:
                 raise RunError(f'lag = "exact" ends with the first trajectory that fails: {one_line(error)}') from error
             rounds.ended()
@@ -285,8 +289,11 @@ class ExactRun:
         try:
             await self._fleet.changes.until(lambda: self._sampled == step or None, self._stop.left_for_the_step())
         except TimeoutError:
-            print(f"stage {step} is left: launch.grace_s = {self._stop.grace_s:g} s had no room for what its version "
-                  "was still sampling; a resume takes the step again", flush=True)  # fmt: skip
+            print(
+                f"stage {step} is left: launch.grace_s = {self._stop.grace_s:g} s had no room for what its version "
+                "was still sampling; a resume takes the step again",
+                flush=True,
+            )
             raise _StageLeft(whole=False) from None
 
     async def _publish(self, version: int) -> None:

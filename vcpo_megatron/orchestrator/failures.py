@@ -117,8 +117,9 @@ class PromptFailures:
         """Count one; whether the prompt is to be tried again."""
         self._counts[prompt_id] += 1
         if self._counts[prompt_id] == self._limit:
-            print(f"prompt {prompt_id} is set aside after {self._limit} failures, the last: {one_line(error)}",
-                  flush=True)  # fmt: skip
+            print(
+                f"prompt {prompt_id} is set aside after {self._limit} failures, the last: {one_line(error)}", flush=True
+            )
         return not self.is_set_aside(prompt_id)
 
     def is_set_aside(self, prompt_id: str) -> bool:

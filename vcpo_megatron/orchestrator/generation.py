@@ -220,10 +220,15 @@ class Generation:
         self._episodes[group.group_id, sample_index] = answers
         try:
             trajectory = await run_episode(
-                answers.generate, self._environment, group.example,
-                group_id=group.group_id, sample_index=sample_index, sampling=self._sampling.sampling,
-                context_length=self._sampling.context_length, seed_for_turn=lambda turn: None,
-            )  # fmt: skip
+                answers.generate,
+                self._environment,
+                group.example,
+                group_id=group.group_id,
+                sample_index=sample_index,
+                sampling=self._sampling.sampling,
+                context_length=self._sampling.context_length,
+                seed_for_turn=lambda turn: None,
+            )
         finally:
             del self._episodes[group.group_id, sample_index]
         if problem := problem_of(trajectory):
@@ -337,4 +342,3 @@ class Generation:
         """One phrase for the watchdog."""
         paused = f"; {self._recorder.paused}" if self._recorder.paused else ""
         return f"{len(self._tasks)} trajectories in flight, next group {self._cursor.next_group_id}{paused}"
-

@@ -100,13 +100,17 @@ class Controller:
             lambda: RolloutStore(context.directory.store, create=fresh), changed=self._changes.notify
         )
         self._link = LearnerLink(
-            parts.socket, config.launch.timeout_s, on_weights=self._on_weights,
-            on_sender=lambda message: self._couriers.heard(message), needs_weights=parts.fleet is not None,
-        )  # fmt: skip
+            parts.socket,
+            config.launch.timeout_s,
+            on_weights=self._on_weights,
+            on_sender=lambda message: self._couriers.heard(message),
+            needs_weights=parts.fleet is not None,
+        )
         self._couriers = Couriers(
-            self._link.tell, prefix=f"vcpo-{context.token[:8]}-{context.attempt}",
+            self._link.tell,
+            prefix=f"vcpo-{context.token[:8]}-{context.attempt}",
             timeout_s=config.rollout.sync_timeout_s,
-        )  # fmt: skip
+        )
         self._take_weights: Callable[[WeightsReady], None] | None = None
         self._early: WeightsReady | None = None  # came before anybody could take them
         self._accepted = False
@@ -168,17 +172,25 @@ class Controller:
     def _start(self, plan: ResumePlan, state: dict[str, Any], cursor: Cursor, every: int) -> tuple[Trainer, Start]:
         """Trainer and metrics, cut back to the checkpoint; evaluations every ``every`` steps."""
         versions = evaluated_versions(plan.step, self._parts.steps, every)
-        start = start_of_log(self._context.directory.metrics, plan.step, self._parts.steps, state.get("rows", []),
-                             versions)  # fmt: skip
+        start = start_of_log(
+            self._context.directory.metrics, plan.step, self._parts.steps, state.get("rows", []), versions
+        )
         self._log = MetricsLog(self._parts.sinks(plan.step), start.versions, self._parts.steps, start.written)
         if start.problem:
             print(f"{WARNING_PREFIX}{start.problem}", flush=True)
         for row in start.rows:
             self._log.add(row)
         trainer = Trainer(
-            self._config, self._link, self._recorder, self._log, self._context.directory, version=plan.step,
-            fingerprint=self._parts.environment.fingerprint, requeue=cursor.requeue, stop=self._stop,
-        )  # fmt: skip
+            self._config,
+            self._link,
+            self._recorder,
+            self._log,
+            self._context.directory,
+            version=plan.step,
+            fingerprint=self._parts.environment.fingerprint,
+            requeue=cursor.requeue,
+            stop=self._stop,
+        )
         return trainer, start
 
     async def _connect(self) -> None:
@@ -203,8 +215,10 @@ class Controller:
         try:
             await self._recorder.finish("run ended" if self._accepted else None)
         except StoreError as error:
-            print(f"{WARNING_PREFIX}the store did not take the end of the run, which a resume makes up for: {error}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{WARNING_PREFIX}the store did not take the end of the run, which a resume makes up for: {error}",
+                flush=True,
+            )
         if self._parts.fleet is not None:
             await self._parts.fleet.stop()
         if self._parts.recorded is not None:
@@ -237,11 +251,20 @@ class Controller:
         trainer, start = self._start(plan, state, cursor, config.train.eval_every)
         sync = self._sync(fleet)
         run = ExactRun(
-            ExactSampler(self._parts.environment, fleet, self._rules(), seed=config.train.seed), fleet, sync,
-            self._recorder, trainer, plan, cursor, steps=self._parts.steps, lag=config.staleness.max_staleness,
-            groups_per_step=config.train.groups_per_step, group_size=config.train.group_size,
-            evaluate=start.versions, stop=self._stop,
-        )  # fmt: skip
+            ExactSampler(self._parts.environment, fleet, self._rules(), seed=config.train.seed),
+            fleet,
+            sync,
+            self._recorder,
+            trainer,
+            plan,
+            cursor,
+            steps=self._parts.steps,
+            lag=config.staleness.max_staleness,
+            groups_per_step=config.train.groups_per_step,
+            group_size=config.train.group_size,
+            evaluate=start.versions,
+            stop=self._stop,
+        )
         self._weights_go_to(run.on_weights)
         self._describe.append(run.describe)
 
@@ -261,14 +284,26 @@ class Controller:
         trainer.pacer = pacer
         batcher = self._batcher(plan, pacer)
         generation = Generation(
-            self._parts.environment, fleet, batcher, self._recorder, cursor, self._rules(),
-            self._generation_rules(), plan, prompts=PromptFailures(config.rollout.max_prompt_failures, plan.failures),
+            self._parts.environment,
+            fleet,
+            batcher,
+            self._recorder,
+            cursor,
+            self._rules(),
+            self._generation_rules(),
+            plan,
+            prompts=PromptFailures(config.rollout.max_prompt_failures, plan.failures),
             failures=FailureWindow(_failure_window(config), config.rollout.max_failure_ratio),
-        )  # fmt: skip
+        )
         evaluation = Evaluation(
-            self._parts.environment, fleet, sync, self._rules(), trainer.log, start.versions,
+            self._parts.environment,
+            fleet,
+            sync,
+            self._rules(),
+            trainer.log,
+            start.versions,
             timeout_s=config.staleness.wait_s,
-        )  # fmt: skip
+        )
         self._weights_go_to(sync.offer)
         self._describe += [batcher.describe, generation.describe, evaluation.describe]
 
@@ -340,17 +375,23 @@ class Controller:
         book = ChecksumBook() if rollout.verify_sync else None
         wave = rollout.sync_wave if self._config.staleness.lag == "bounded" else len(fleet.servers)
         return WeightSync(
-            fleet, Updater(self._couriers, rollout.pause_mode, book), wave=wave,
-            timeout_s=rollout.sync_timeout_s, evaluators=evaluating_servers(fleet.servers), is_pinned=is_pinned,
-        )  # fmt: skip
+            fleet,
+            Updater(self._couriers, rollout.pause_mode, book),
+            wave=wave,
+            timeout_s=rollout.sync_timeout_s,
+            evaluators=evaluating_servers(fleet.servers),
+            is_pinned=is_pinned,
+        )
 
     def _generation_rules(self) -> GenerationRules:
         config = self._config
         return GenerationRules(
-            group_size=config.train.group_size, total_groups=self._parts.steps * config.train.groups_per_step,
+            group_size=config.train.group_size,
+            total_groups=self._parts.steps * config.train.groups_per_step,
             resample_failed=config.rollout.on_failure == "resample",
-            drop_zero_variance=config.train.drop_zero_variance, max_zero_variance=_failure_window(config),
-        )  # fmt: skip
+            drop_zero_variance=config.train.drop_zero_variance,
+            max_zero_variance=_failure_window(config),
+        )
 
     def _pacer(self, state: dict[str, Any]) -> Pacer | None:
         staleness = self._config.staleness

@@ -94,4 +94,3 @@ class Replay:
     def describe(self) -> str:
         """One phrase for the watchdog."""
         return f"replay of step {self._trainer.version}"
-

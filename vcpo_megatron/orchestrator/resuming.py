@@ -43,19 +43,18 @@ async def check(
         )
     await recorder.write(lambda store: store.check_belongs(step, state.get("store")))
     if "run" not in state.get("store", {}):
-        print(f"{WARNING_PREFIX}checkpoint step_{step} was written by an earlier version, without the id of its run: "
-              "whether the store is of the same run is not known", flush=True)  # fmt: skip
+        print(
+            f"{WARNING_PREFIX}checkpoint step_{step} was written by an earlier version, without the id of its run: "
+            "whether the store is of the same run is not known",
+            flush=True,
+        )
     return state
 
 
-async def accept(
-    context: ProcessContext, config: RunConfig, state: dict[str, Any], recorder: Recorder
-) -> ResumePlan:
+async def accept(context: ProcessContext, config: RunConfig, state: dict[str, Any], recorder: Recorder) -> ResumePlan:
     """Go back to the checkpoint, or to step 0: also after an attempt that died before its first checkpoint."""
     directory, step = context.directory, context.resume_step or 0
-    keep = (
-        config.checkpoint.resume_partial and config.staleness.lag == "bounded" and config.rollout.engine != "replay"
-    )
+    keep = config.checkpoint.resume_partial and config.staleness.lag == "bounded" and config.rollout.engine != "replay"
 
     def go_back(store: RolloutStore) -> ResumePlan:
         plan = store.resume(step, state.get("store"), keep_partial=keep)
@@ -77,6 +76,7 @@ async def accept(
         print(
             f"resume: {len(plan.buffer)} complete groups are kept, {len(plan.partial)} go on with {kept} "
             f"trajectories and lack {missing}, of which {begun} are begun, {len(plan.requeue)} prompts are sampled "
-            "again", flush=True,
-        )  # fmt: skip
+            "again",
+            flush=True,
+        )
     return plan

@@ -108,9 +108,7 @@ class MetricsLog:
     ``accuracy``: held-out accuracy by version, of everything evaluated so far; it begins with that of ``earlier`` rows.
     """
 
-    def __init__(
-        self, sinks: Sequence[Sink], versions: Sequence[int], steps: int, earlier: Sequence[Row] = ()
-    ) -> None:
+    def __init__(self, sinks: Sequence[Sink], versions: Sequence[int], steps: int, earlier: Sequence[Row] = ()) -> None:
         self.accuracy: dict[int, float] = {}
         for row in earlier:
             self._note(row)

@@ -33,13 +33,20 @@ SAY_EVERY_S = 30.0
 def embedded_command(context: ProcessContext, config: RunConfig, index: int) -> list[str]:
     """Command line of embedded server ``index``."""
     command = [
-        sys.executable, "-m", "vcpo_megatron.rollout.embedded",
-        "--model-path", str(config.model.path),
-        "--host", _HOST,
-        "--port", str(context.server_ports[index]),
-        "--dtype", config.model.dtype,
-        "--max-running-requests", str(config.rollout.max_running_requests),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "vcpo_megatron.rollout.embedded",
+        "--model-path",
+        str(config.model.path),
+        "--host",
+        _HOST,
+        "--port",
+        str(context.server_ports[index]),
+        "--dtype",
+        config.model.dtype,
+        "--max-running-requests",
+        str(config.rollout.max_running_requests),
+    ]
     if config.rollout.context_length is not None:
         command += ["--context-length", str(config.rollout.context_length)]
     if config.staleness.lag == "exact":
@@ -86,10 +93,14 @@ def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, chan
 
     started = [f"http://{_HOST}:{port}" for port in context.server_ports]
     servers = [
-        Server(index, ServerClient(address, vocab_size, rollout.request_timeout_s, routing),
-               context.directory.log("server", index), joined=bool(rollout.addresses))
+        Server(
+            index,
+            ServerClient(address, vocab_size, rollout.request_timeout_s, routing),
+            context.directory.log("server", index),
+            joined=bool(rollout.addresses),
+        )
         for index, address in enumerate(rollout.addresses or started)
-    ]  # fmt: skip
+    ]
     options = FleetOptions(
         capacity=rollout.max_running_requests,
         max_restarts=rollout.max_restarts,
@@ -110,8 +121,10 @@ async def all_answer(fleet: Fleet) -> None:
         while True:
             ready = sum(server.available for server in fleet.servers)
             time_used = f"{time.monotonic() - started:.0f} of {limit:g} s, rollout.start_timeout_s"
-            print(f"{NOTE_PREFIX}waiting for rollout servers: {ready} of {len(fleet.servers)} ready ({time_used})",
-                  flush=True)  # fmt: skip
+            print(
+                f"{NOTE_PREFIX}waiting for rollout servers: {ready} of {len(fleet.servers)} ready ({time_used})",
+                flush=True,
+            )
             await asyncio.sleep(SAY_EVERY_S)
 
     await run_beside(fleet.answering(), say())

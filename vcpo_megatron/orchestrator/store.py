@@ -111,8 +111,9 @@ class RolloutStore(StoreReader):
                     f"group {group_id}: data position {cursor_index} belongs to group {current[0]['group_id']}, "
                     f"which is {current[0]['state']}"
                 )
-            self._connection.execute("UPDATE groups SET current = 0 WHERE cursor_index = ? AND current = 1",
-                                     (cursor_index,))  # fmt: skip
+            self._connection.execute(
+                "UPDATE groups SET current = 0 WHERE cursor_index = ? AND current = 1", (cursor_index,)
+            )
             self._connection.execute(
                 "INSERT INTO groups (group_id, prompt_id, cursor_index, size, admitted_version, state) "
                 "VALUES (?, ?, ?, ?, ?, ?)",
@@ -148,9 +149,15 @@ class RolloutStore(StoreReader):
             self._connection.execute(
                 "UPDATE trajectories SET state = ?, reward = ?, oldest_version = ?, newest_version = ? "
                 "WHERE group_id = ? AND sample_index = ?",
-                (SAMPLED, float(trajectory.reward), trajectory.oldest_version, trajectory.newest_version,
-                 group_id, sample),
-            )  # fmt: skip
+                (
+                    SAMPLED,
+                    float(trajectory.reward),
+                    trajectory.oldest_version,
+                    trajectory.newest_version,
+                    group_id,
+                    sample,
+                ),
+            )
             self._unpark(group_id, sample)
             self._totals[ADMITTED] -= 1
             self._totals[SAMPLED] += 1
@@ -334,16 +341,22 @@ class RolloutStore(StoreReader):
         )
         indices = tuple(row[0] for row in missing)
         return PartialGroup(
-            group_id, group["prompt_id"], PolicyVersion.parse(group["admitted_version"]).number,
-            tuple(self._members("g.group_id = ?", (group_id,))), indices, self._parked(group_id, indices),
-        )  # fmt: skip
+            group_id,
+            group["prompt_id"],
+            PolicyVersion.parse(group["admitted_version"]).number,
+            tuple(self._members("g.group_id = ?", (group_id,))),
+            indices,
+            self._parked(group_id, indices),
+        )
 
     def _parked(self, group_id: int, samples: Sequence[int]) -> dict[int, tuple[Answer, ...]]:
         found = {}
         for row in self._rows("SELECT * FROM parked WHERE group_id = ?", (group_id,)):
             if row["checksum"] != zlib.crc32(row["answers"].encode()):
-                raise StoreError(f"answers of trajectory {group_id}/{row['sample_index']} in {self._path} are damaged: "
-                                 "resume with checkpoint.resume_partial = false")  # fmt: skip
+                raise StoreError(
+                    f"answers of trajectory {group_id}/{row['sample_index']} in {self._path} are damaged: "
+                    "resume with checkpoint.resume_partial = false"
+                )
             if row["sample_index"] in samples:
                 found[row["sample_index"]] = from_text(row["answers"])
         return found

@@ -163,18 +163,21 @@ class StoreReader:
         None, when that step is not done.
         """
         trained = f"CASE WHEN t.state = '{TRAINED}' THEN"
-        return [dict(row) for row in self._rows(
-            "SELECT CASE WHEN g.ended_at < steps_done THEN g.ended_at / :size * :size END AS first, "
-            f"COUNT(DISTINCT {trained} t.group_id END) AS groups, SUM(t.state = '{TRAINED}') AS trained, "
-            f"SUM(t.state = '{DROPPED}') AS dropped, SUM(t.state = '{FAILED}') AS failed, "
-            f"MAX({trained} g.step - t.oldest_version END) AS staleness, AVG({trained} t.reward END) AS reward, "
-            f"CASE WHEN COUNT({trained} s.group_id END) = SUM(t.state = '{TRAINED}') "
-            f"THEN SUM({trained} LENGTH(s.tokens) / {TOKEN_BYTES} - s.prompt_length END) END AS tokens "
-            "FROM progress, trajectories t JOIN groups g USING (group_id) "
-            "LEFT JOIN samples s ON s.group_id = t.group_id AND s.sample_index = t.sample_index "
-            f"WHERE t.state IN ('{TRAINED}', '{DROPPED}', '{FAILED}') GROUP BY first ORDER BY first IS NULL, first",
-            {"size": size},
-        )]  # fmt: skip
+        return [
+            dict(row)
+            for row in self._rows(
+                "SELECT CASE WHEN g.ended_at < steps_done THEN g.ended_at / :size * :size END AS first, "
+                f"COUNT(DISTINCT {trained} t.group_id END) AS groups, SUM(t.state = '{TRAINED}') AS trained, "
+                f"SUM(t.state = '{DROPPED}') AS dropped, SUM(t.state = '{FAILED}') AS failed, "
+                f"MAX({trained} g.step - t.oldest_version END) AS staleness, AVG({trained} t.reward END) AS reward, "
+                f"CASE WHEN COUNT({trained} s.group_id END) = SUM(t.state = '{TRAINED}') "
+                f"THEN SUM({trained} LENGTH(s.tokens) / {TOKEN_BYTES} - s.prompt_length END) END AS tokens "
+                "FROM progress, trajectories t JOIN groups g USING (group_id) "
+                "LEFT JOIN samples s ON s.group_id = t.group_id AND s.sample_index = t.sample_index "
+                f"WHERE t.state IN ('{TRAINED}', '{DROPPED}', '{FAILED}') GROUP BY first ORDER BY first IS NULL, first",
+                {"size": size},
+            )
+        ]
 
     def trajectory(self, group_id: int, sample_index: int) -> Trajectory | None:
         """One trajectory with its tokens; None when none are stored (any more). Routed experts are left out."""

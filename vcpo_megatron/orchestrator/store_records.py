@@ -14,9 +14,17 @@ from ..types import PolicyVersion, Trajectory, Turn, VersionSpan
 from .store_schema import StoreError
 
 COLUMNS = (
-    "group_id", "sample_index", "prompt_length", "tokens", "loss_mask", "behavior_logprobs", "turns", "reward", "info",
+    "group_id",
+    "sample_index",
+    "prompt_length",
+    "tokens",
+    "loss_mask",
+    "behavior_logprobs",
+    "turns",
+    "reward",
+    "info",
     "checksum",
-)  # fmt: skip
+)
 
 #: Of one token in the column ``tokens``.
 TOKEN_BYTES = 4
@@ -58,9 +66,7 @@ def to_row(trajectory: Trajectory) -> tuple[Any, ...]:
     return (*values, _checksum(values))
 
 
-def from_row(
-    row: Mapping[str, Any] | Any, prompt_id: str, where: str, experts: np.ndarray | None = None
-) -> Trajectory:
+def from_row(row: Mapping[str, Any] | Any, prompt_id: str, where: str, experts: np.ndarray | None = None) -> Trajectory:
     """Inverse of ``to_row``, with the ``experts`` that were kept beside it; StoreError naming the trajectory and
     ``where`` when a bit has changed."""
     values = tuple(row[name] for name in COLUMNS[:-1])

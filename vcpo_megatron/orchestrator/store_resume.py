@@ -48,9 +48,7 @@ class ResumePlan:
     failures: Mapping[str, int] = field(default_factory=dict)
 
 
-def undo_after(
-    connection: sqlite3.Connection, step: int, *, keep_partial: bool
-) -> tuple[dict[int, int], list[int]]:
+def undo_after(connection: sqlite3.Connection, step: int, *, keep_partial: bool) -> tuple[dict[int, int], list[int]]:
     """Undo what came after ``step`` steps. Cursor index of each group that goes back, and which of these are partial.
 
     To be called in a transaction.

@@ -84,8 +84,11 @@ class Trainer:
         finally:
             await cancel(leaving)
         if result is None:
-            print(f"step {batch.step} was left in its middle (launch.grace_s = {self._stop.grace_s:g} s); its "
-                  f"{len(batch.groups)} groups are trained after a resume", flush=True)  # fmt: skip
+            print(
+                f"step {batch.step} was left in its middle (launch.grace_s = {self._stop.grace_s:g} s); its "
+                f"{len(batch.groups)} groups are trained after a resume",
+                flush=True,
+            )
             return None
         self._last_step_s = time.monotonic() - started
         groups = [group.group_id for group in batch.groups]

@@ -126,8 +126,12 @@ def _optional(name: str, enables: str, remedy: str) -> Finding:
 def rollout_environment(python: Path | None) -> Finding:
     """What the interpreter ``rollout.python`` (None: not given) has to serve with."""
     if python is None:
-        return Finding("note", "sglang", "no rollout.python in the configuration: the embedded engine serves "
-                       "(tools/make_rollout_env.sh makes an environment for SGLang servers)")  # fmt: skip
+        return Finding(
+            "note",
+            "sglang",
+            "no rollout.python in the configuration: the embedded engine serves "
+            "(tools/make_rollout_env.sh makes an environment for SGLang servers)",
+        )
     version = installed_sglang(python)
     if version is None:
         return Finding("missing", "sglang", f"not in the environment of {python}; tools/make_rollout_env.sh makes one")
@@ -171,10 +175,12 @@ def _layers(installed: InstalledKernels, *, gpu: bool) -> Iterator[Finding]:
         yield Finding("note", "transformer engine", "installed and needs a GPU: its layers cannot be chosen")
     else:
         yield Finding(
-            "note", "transformer engine", 'model.core_attention = "transformer_engine": several trajectories a '
+            "note",
+            "transformer engine",
+            'model.core_attention = "transformer_engine": several trajectories a '
             'micro-batch; model.transformer_impl = "transformer_engine": one. Neither has passed on a GPU: run '
             "tests/gpu/run.py --only TransformerEngine here first",
-        )  # fmt: skip
+        )
 
 
 def _cores() -> Finding:

@@ -260,9 +260,15 @@ async def run_episode(
     except EpisodeError as error:
         raise EpisodeError(f"{label}: {error}") from error.__cause__
     return Trajectory(
-        group_id=group_id, sample_index=sample_index, prompt_id=example.prompt_id,
-        prompt_length=record.turns[0].start, tokens=np.asarray(record.tokens, dtype=np.int32),
+        group_id=group_id,
+        sample_index=sample_index,
+        prompt_id=example.prompt_id,
+        prompt_length=record.turns[0].start,
+        tokens=np.asarray(record.tokens, dtype=np.int32),
         loss_mask=np.asarray(record.mask, dtype=np.bool_),
-        behavior_logprobs=np.asarray(record.logprobs, dtype=np.float32), turns=tuple(record.turns),
-        reward=float(outcome.reward), info=dict(outcome.info), routed_experts=record.routed_experts(),
-    )  # fmt: skip
+        behavior_logprobs=np.asarray(record.logprobs, dtype=np.float32),
+        turns=tuple(record.turns),
+        reward=float(outcome.reward),
+        info=dict(outcome.info),
+        routed_experts=record.routed_experts(),
+    )

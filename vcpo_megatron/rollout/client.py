@@ -323,9 +323,7 @@ class ServerClient:
 
     async def _post(self, endpoint: str, body: Mapping[str, Any] | Sequence[bytes]) -> Any:
         """``body``: an object, or JSON text in pieces, which are large."""
-        return await self._request(
-            "POST", endpoint, json.dumps(body).encode() if isinstance(body, Mapping) else body
-        )
+        return await self._request("POST", endpoint, json.dumps(body).encode() if isinstance(body, Mapping) else body)
 
     async def _request(
         self, method: str, endpoint: str, body: bytes | Sequence[bytes] | None, at_most_s: float = math.inf

@@ -314,8 +314,10 @@ class Fleet:
                 f"{server.name} died ({_exit(code, server.log)}), see {server.log}; "
                 f"rollout.max_restarts is {self.options.max_restarts}"
             )
-        print(f"{server.name} died ({_exit(code, server.log)}): restart {server.starts} of "
-              f"{self.options.max_restarts}", flush=True)  # fmt: skip
+        print(
+            f"{server.name} died ({_exit(code, server.log)}): restart {server.starts} of {self.options.max_restarts}",
+            flush=True,
+        )
         if server.process is not None:
             self._stop(server.process)  # what it left in its process group: a scheduler may still hold the GPU
         server.process = None
@@ -365,10 +367,12 @@ class Fleet:
             return None
         oldest = min(held, key=lambda version: version.number) if router is not None else None
         room = [
-            s for s in servers
-            if s.version is not None and allowed((oldest or s.version).number)
+            s
+            for s in servers
+            if s.version is not None
+            and allowed((oldest or s.version).number)
             and (s.load == 0 or s.busy + places <= capacity and s.load + places <= _PLACES * capacity)
-        ]  # fmt: skip
+        ]
         return Lease(self, min(room, key=lambda s: s.order), places, servers, router, oldest) if room else None
 
     def describe(self) -> str:
@@ -377,7 +381,7 @@ class Fleet:
             f"{s.name} {s.state.value}{' (updating)' if s.updating else ''}, version {s.version}, "
             f"{s.load} trajectories, {s.busy} of them busy"
             for s in self.servers
-        )  # fmt: skip
+        )
 
 
 async def _begin(server: Server) -> bool:

@@ -140,9 +140,10 @@ class Lease:
             own = self.server.serving
             servers = [self.server] if own else self.among
             ready = [
-                s for s in servers
+                s
+                for s in servers
                 if s.version is not None and (own or s.version.number >= self.version) and not s.updating
-            ]  # fmt: skip
+            ]
             return min(ready, key=lambda s: s.order) if ready else None
 
         try:

@@ -251,9 +251,14 @@ def update_weights_from_distributed_body(
     """Body of ``/update_weights_from_distributed`` for one flattened bucket of [name, dtype, shape] entries."""
     names, dtypes, shapes = (list(column) for column in zip(*entries, strict=True))
     return {
-        "names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name, "flush_cache": flush_cache,
-        "weight_version": version, "load_format": "flattened_bucket",
-    }  # fmt: skip
+        "names": names,
+        "dtypes": dtypes,
+        "shapes": shapes,
+        "group_name": group_name,
+        "flush_cache": flush_cache,
+        "weight_version": version,
+        "load_format": "flattened_bucket",
+    }
 
 
 def init_weights_update_group_body(
@@ -261,9 +266,13 @@ def init_weights_update_group_body(
 ) -> dict[str, Any]:
     """Body of ``/init_weights_update_group``: a server's tensor-parallel ranks are rank_offset, rank_offset + 1, ..."""
     return {
-        "master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size,
-        "group_name": group_name, "backend": backend,
-    }  # fmt: skip
+        "master_address": address,
+        "master_port": port,
+        "rank_offset": rank_offset,
+        "world_size": world_size,
+        "group_name": group_name,
+        "backend": backend,
+    }
 
 
 def unknown_weights_body() -> dict[str, Any]:

@@ -39,19 +39,27 @@ class SglangServer:
     def command(self) -> list[str]:
         """The command line; started in its own session, the server ends with its process group."""
         command = [
-            str(self.python), "-m", "sglang.launch_server",
-            "--model-path", str(self.model_path),
-            "--host", self.host,
-            "--port", str(self.port),
-            "--dtype", self.dtype,
-            "--context-length", str(self.context_length + _UNUSED),
-            "--max-running-requests", str(self.max_running_requests),
+            str(self.python),
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            str(self.model_path),
+            "--host",
+            self.host,
+            "--port",
+            str(self.port),
+            "--dtype",
+            self.dtype,
+            "--context-length",
+            str(self.context_length + _UNUSED),
+            "--max-running-requests",
+            str(self.max_running_requests),
             # Token ids in, token ids out. With a tokenizer, its end-of-text token would end answers too, beside those
             # of the model's configuration that the learner knows of.
             "--skip-tokenizer-init",
             # The fleet asks for a token, by its id, before anything else does.
             "--skip-server-warmup",
-        ]  # fmt: skip
+        ]
         command += self._on_gpus() if self.devices else self._on_cpus()
         return [*command, *self.args]
 
@@ -75,10 +83,15 @@ class SglangServer:
         """Kernels that need neither AMX nor a GPU. Without ``--sleep-on-idle`` an idle server takes a whole core."""
         tokens = min(self.max_running_requests * self.context_length, _MAX_CPU_TOKENS)
         return (
-            "--device", "cpu",
-            "--attention-backend", "torch_native",
-            "--sampling-backend", "pytorch",
-            "--max-total-tokens", str(max(tokens, self.context_length)),
-            "--mem-fraction-static", "0.5",
+            "--device",
+            "cpu",
+            "--attention-backend",
+            "torch_native",
+            "--sampling-backend",
+            "pytorch",
+            "--max-total-tokens",
+            str(max(tokens, self.context_length)),
+            "--mem-fraction-static",
+            "0.5",
             "--sleep-on-idle",
-        )  # fmt: skip
+        )

@@ -47,12 +47,16 @@ class Broadcaster:
             os.ftruncate(memory, SLOTS * slot_bytes)
             self._mapped = mmap.mmap(memory, SLOTS * slot_bytes)
             command = [
-                sys.executable, "-m", "vcpo_megatron.transport.broadcaster", str(theirs.fileno()), str(memory),
-                str(slot_bytes), backend, repr(timeout_s),
-            ]  # fmt: skip
-            self._process = start_child(
-                command, env={}, log=log, pass_fds=(theirs.fileno(), memory), with_thread=True
-            )
+                sys.executable,
+                "-m",
+                "vcpo_megatron.transport.broadcaster",
+                str(theirs.fileno()),
+                str(memory),
+                str(slot_bytes),
+                backend,
+                repr(timeout_s),
+            ]
+            self._process = start_child(command, env={}, log=log, pass_fds=(theirs.fileno(), memory), with_thread=True)
         finally:
             os.close(memory)
             theirs.close()

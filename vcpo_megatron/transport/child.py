@@ -58,9 +58,13 @@ def _die_with(parent: int) -> Callable[[], None]:
 
 
 def start_child(
-    command: Sequence[str], *, env: Mapping[str, str], log: Path, pass_fds: Sequence[int] = (),
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log: Path,
+    pass_fds: Sequence[int] = (),
     with_thread: bool = False,
-) -> subprocess.Popen[bytes]:  # fmt: skip
+) -> subprocess.Popen[bytes]:
     """Start ``command`` in its own session; it gets SIGKILL when this process dies, and ignores SIGUSR1: the warning
     that a batch system sends to every process is for the supervisor.
 

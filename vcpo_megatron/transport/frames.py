@@ -92,12 +92,17 @@ def _unpack_batch(packed: dict[str, Any], frames: list[Any]) -> Batch:
                 own, routed = experts[routed : routed + row["length"]], routed + row["length"]
             members.append(
                 Trajectory(
-                    group_id=group_id, sample_index=row["sample"], prompt_id=prompt_id,
-                    prompt_length=row["prompt_length"], turns=_unpack_turns(row["turns"]),
-                    reward=row["reward"], info=row["info"], routed_experts=own,
+                    group_id=group_id,
+                    sample_index=row["sample"],
+                    prompt_id=prompt_id,
+                    prompt_length=row["prompt_length"],
+                    turns=_unpack_turns(row["turns"]),
+                    reward=row["reward"],
+                    info=row["info"],
+                    routed_experts=own,
                     **{name: arrays[name][cut] for name in names},
                 )
-            )  # fmt: skip
+            )
         groups.append(Group(group_id, prompt_id, tuple(members)))
     return Batch(packed["step"], tuple(groups))
 

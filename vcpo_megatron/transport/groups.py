@@ -29,9 +29,7 @@ class GroupError(RuntimeError):
 
 def open_store(timeout_s: float, port: int = 0) -> Any:
     """Rank 0's store; ``store.port`` is where the others find it, any free one by default."""
-    return dist.TCPStore(
-        "0.0.0.0", port, None, True, datetime.timedelta(seconds=timeout_s), wait_for_workers=False
-    )
+    return dist.TCPStore("0.0.0.0", port, None, True, datetime.timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def find_store(address: str, port: int, timeout_s: float) -> Any:

@@ -1,20 +1,20 @@
 """What the orchestrator and learner rank 0 say to each other; no torch.
 
-    orchestrator (ROUTER, asyncio)                    learner rank 0 (DEALER, blocking)
-        <-- Hello        once, with the run's token
-        <-- Loaded       once, when its parameters are those of that version
-        <-- WeightsReady after the start and after every step
-        --> SyncDone     it was heard; what lies on the disk need not be kept in memory any more
-        --> OpenGroup    <-- GroupOpened    rollout.sync = "distributed": servers and sender meet at an address
-        --> SendWeights  <-- WeightsSent    all buckets of a version, in the order of its plan: broadcast, or, with
-                                            "tensor", each as <-- WeightsBucket --> BucketTaken
-        --> StopSending, ReleaseWeights     <-- SendingFailed
-        --> Probe        <-- ProbeResult
-        --> BatchReady   <-- StepDone, or StepLeft
-        --> LeaveStep    asks for StepLeft; StepDone comes all the same when the step is too far
-        --> Checkpoint   <-- CheckpointDone
-        --> Stop         the learner ends with exit code 0
-        <-> Error        the run ends; <-> Heartbeat
+orchestrator (ROUTER, asyncio)                    learner rank 0 (DEALER, blocking)
+    <-- Hello        once, with the run's token
+    <-- Loaded       once, when its parameters are those of that version
+    <-- WeightsReady after the start and after every step
+    --> SyncDone     it was heard; what lies on the disk need not be kept in memory any more
+    --> OpenGroup    <-- GroupOpened    rollout.sync = "distributed": servers and sender meet at an address
+    --> SendWeights  <-- WeightsSent    all buckets of a version, in the order of its plan: broadcast, or, with
+                                        "tensor", each as <-- WeightsBucket --> BucketTaken
+    --> StopSending, ReleaseWeights     <-- SendingFailed
+    --> Probe        <-- ProbeResult
+    --> BatchReady   <-- StepDone, or StepLeft
+    --> LeaveStep    asks for StepLeft; StepDone comes all the same when the step is too far
+    --> Checkpoint   <-- CheckpointDone
+    --> Stop         the learner ends with exit code 0
+    <-> Error        the run ends; <-> Heartbeat
 """
 
 from __future__ import annotations
@@ -220,9 +220,30 @@ class Heartbeat:
 
 
 Message = (
-    Hello | Loaded | WeightsReady | SyncDone | Probe | ProbeResult | BatchReady | StepDone | LeaveStep | StepLeft
-    | Checkpoint | CheckpointDone | Stop | Error | Heartbeat | OpenGroup | GroupOpened | SendWeights | WeightsBucket
-    | BucketTaken | WeightsSent | StopSending | SendingFailed | ReleaseWeights
-)  # fmt: skip
+    Hello
+    | Loaded
+    | WeightsReady
+    | SyncDone
+    | Probe
+    | ProbeResult
+    | BatchReady
+    | StepDone
+    | LeaveStep
+    | StepLeft
+    | Checkpoint
+    | CheckpointDone
+    | Stop
+    | Error
+    | Heartbeat
+    | OpenGroup
+    | GroupOpened
+    | SendWeights
+    | WeightsBucket
+    | BucketTaken
+    | WeightsSent
+    | StopSending
+    | SendingFailed
+    | ReleaseWeights
+)
 #: What the learner's sender of weights reads, whatever its main thread does meanwhile.
 FOR_SENDER = (SyncDone, OpenGroup, SendWeights, BucketTaken, StopSending, ReleaseWeights)

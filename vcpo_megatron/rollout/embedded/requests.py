@@ -18,11 +18,17 @@ from .generation import Generation
 #: Sequences of one request (prompts times n). All are queued and answered as one: more belong into further requests.
 MAX_SEQUENCES = 8192
 _KEYS = {
-    "rid", "input_ids", "text", "sampling_params", "return_logprob", "logprob_start_len", "stream",
+    "rid",
+    "input_ids",
+    "text",
+    "sampling_params",
+    "return_logprob",
+    "logprob_start_len",
+    "stream",
     "return_routed_experts",
     "extra_key",  # keeps caches of prefixes apart, of which this engine has none
     "return_sampling_mask",  # comes with what is refused by name, below
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -108,9 +108,7 @@ async def _serve(options: argparse.Namespace, listener: socket.socket) -> None:
     except ModelError as error:
         raise ServeError(str(error)) from error
     service.engine.start()
-    runner = web.AppRunner(
-        make_app(service), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
-    )
+    runner = web.AppRunner(make_app(service), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     await web.SockSite(runner, listener, backlog=1024).start()
     host, port = listener.getsockname()[:2]
@@ -147,7 +145,11 @@ def make_service(options: argparse.Namespace, on_failure: Callable[[], None]) ->
         engine=Engine(scheduler, on_failure),
         scheduler=scheduler,
         parser=RequestParser(
-            packed.vocab_size, length, stop_tokens(folder, config), load_tokenizer(folder), random.Random(seed),
+            packed.vocab_size,
+            length,
+            stop_tokens(folder, config),
+            load_tokenizer(folder),
+            random.Random(seed),
             options.enable_return_routed_experts,
         ),
         parameters=parameters,

@@ -63,9 +63,7 @@ def decode_bucket(text: object) -> NamedTensors:
 
 
 def _is_named_tensor(item: object) -> bool:
-    return (
-        isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], torch.Tensor)
-    )
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], torch.Tensor)
 
 
 def named_tensors(model: Any) -> NamedTensors:

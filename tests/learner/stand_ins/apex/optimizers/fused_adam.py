@@ -9,8 +9,15 @@ STEPS: list[int] = []  # parameters moved, one entry a call
 
 class FusedAdam(torch.optim.Optimizer):
     def __init__(  # noqa: ANN204
-        self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0,  # noqa: ANN001
-    ):  # fmt: skip
+        self,
+        params,
+        lr=1e-3,
+        bias_correction=True,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        adam_w_mode=True,
+        weight_decay=0.0,  # noqa: ANN001
+    ):
         assert bias_correction and adam_w_mode
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
