@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -78,6 +79,33 @@ def process_state() -> Iterator[None]:
     ]
     _restore(before, environment)
     pytest.fail("this test, or a fixture of it, left the process changed:\n" + "\n".join(changed), pytrace=False)
+
+
+#: Fixtures that start rollout servers.
+_SERVERS = {"start_server", "start_sglang"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which tests stay on one worker of pytest-xdist: files as they are, since fixtures of a module are made once, and
+    all worlds and whole runs in one group, all servers in another: no two of them contend for the cores."""
+    servers = {item.path for item in items if _SERVERS & set(getattr(item, "fixturenames", ()))}
+    for item in items:
+        if item.get_closest_marker("xdist_group"):
+            continue
+        group = str(item.path)
+        if hasattr(getattr(item, "module", None), "run_world") or item.path.parent.name == "end_to_end":
+            group = "worlds"
+        elif item.path in servers:
+            group = "servers"
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_sessionfinish() -> None:
+    """Worlds that tests left up end here."""
+    for name in ("tests.learner.world", "learner.world"):
+        if name in sys.modules:
+            sys.modules[name].close_worlds()
 
 
 TINY_CONFIG: dict[str, Any] = {
