@@ -37,5 +37,5 @@ setup(
         "mpi": ["mpi4py>=4"],
         "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "pyarrow>=15", "ruff>=0.9", "mypy>=1.13"],
     },
-    entry_points={"console_scripts": ["vcpo = vcpo_megatron.cli:main"]},
+    entry_points={"console_scripts": ["vcpo = vcpo_megatron.cli.main:main"]},
 )

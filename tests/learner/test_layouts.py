@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.config.schema import RunConfig
 
 from .scenarios import Oracle, make_batch, make_config, make_model_folder, oracle_step
 from .world import run_world
