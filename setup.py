@@ -45,5 +45,5 @@ setup(
             "mypy>=1.13",
         ],
     },
-    entry_points={"console_scripts": ["vcpo = vcpo_megatron.cli:main"]},
+    entry_points={"console_scripts": ["vcpo = vcpo_megatron.cli.main:main"]},
 )

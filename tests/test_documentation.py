@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vcpo_megatron.cli import _parser
-from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.cli.main import _parser
+from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.observability.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]

@@ -19,8 +19,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vcpo_megatron.benchmarks import convert  # noqa: E402
-from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
+from benchmarks import convert  # noqa: E402
+from benchmarks.ending import run_tool  # noqa: E402
+
 from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
 from vcpo_megatron.conversion.errors import ConversionError  # noqa: E402
 

@@ -18,10 +18,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vcpo_megatron.benchmarks import orchestrator  # noqa: E402
-from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
+from benchmarks import orchestrator  # noqa: E402
+from benchmarks.ending import run_tool  # noqa: E402
+
 from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
-from vcpo_megatron.rollout.open_files import allow_connections  # noqa: E402
+from vcpo_megatron.rollout.client.open_files import allow_connections  # noqa: E402
 
 SHORT, LONG = 32, 512
 

@@ -19,8 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vcpo_megatron.benchmarks import attacks, soak, staleness  # noqa: E402
-from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
+from benchmarks import attacks, soak, staleness  # noqa: E402
+from benchmarks.ending import run_tool  # noqa: E402
+
 from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
 
 SETTINGS = (

@@ -23,18 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vcpo_megatron.benchmarks.ending import run_tool
-from vcpo_megatron.benchmarks.step import (
-    CONTENDERS,
-    SHAPES,
-    Bench,
-    Comparison,
-    Work,
-    curves,
-    join_world_of_one,
-    prepare,
-    table,
-)
+from benchmarks.ending import run_tool
+from benchmarks.step import CONTENDERS, SHAPES, Bench, Comparison, Work, curves, join_world_of_one, prepare, table
 
 #: Answer tokens of a step of the curve, roughly: groups of at most 8, and at least two trajectories.
 CURVE_TOKENS = 4096

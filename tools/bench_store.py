@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vcpo_megatron.benchmarks import store  # noqa: E402
-from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
+from benchmarks import store  # noqa: E402
+from benchmarks.ending import run_tool  # noqa: E402
 
 WRITERS = (1, 8, 64)
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vcpo_megatron.benchmarks import sync  # noqa: E402
-from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
+from benchmarks import sync  # noqa: E402
+from benchmarks.ending import run_tool  # noqa: E402
 
 
 def main() -> int:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vcpo_megatron.benchmarks import attacks, chaos, soak  # noqa: E402
-from vcpo_megatron.benchmarks.ending import run_tool  # noqa: E402
+from benchmarks import attacks, chaos, soak  # noqa: E402
+from benchmarks.ending import run_tool  # noqa: E402
 
 SETTINGS = (
     "train.steps=1000000",

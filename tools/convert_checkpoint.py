@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from vcpo_megatron.cli import main
+from vcpo_megatron.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["convert", *sys.argv[1:]]))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes docs/configuration.md from the configuration's own models, so that the page cannot say anything else.
 
-What a key means is its ``description`` in vcpo_megatron/config/models.py; a section's paragraph is its docstring.
+What a key means is its ``description`` in vcpo_megatron/config/schema.py; a section's paragraph is its docstring.
 
     python tools/make_reference.py              write the page
     python tools/make_reference.py --check      say whether it is up to date (exit 1 when not)
@@ -26,15 +26,15 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vcpo_megatron.cli_train import CHANGEABLE_ON_RESUME  # noqa: E402
+from vcpo_megatron.cli.train import CHANGEABLE_ON_RESUME  # noqa: E402
 from vcpo_megatron.config.methods import METHODS, Method  # noqa: E402
-from vcpo_megatron.config.models import AlgorithmConfig, RunConfig, Section  # noqa: E402
+from vcpo_megatron.config.schema import AlgorithmConfig, RunConfig, Section  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by tools/make_reference.py from vcpo_megatron/config/models.py: change it there. -->
+<!-- Written by tools/make_reference.py from vcpo_megatron/config/schema.py: change it there. -->
 
 A run is one TOML file: `vcpo train RUN.toml`. A key may be overridden by `--set SECTION.KEY=VALUE`, any number of
 times; the value is TOML, or a bare string. Relative paths in the file are taken from the file's folder, those of

@@ -11,15 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vcpo_megatron.config.load import (
-    ConfigError,
-    dump_resolved,
-    flatten,
-    load_config,
-    load_resolved,
-    with_overrides,
-)
-from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.config.load import dump_resolved, flatten, load_config, load_resolved, with_overrides
+from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.run.errors import ConfigError
 
 MINIMAL = '[model]\npath = "m"\n[train]\nsteps = 3\n[environment]\nname = "e"\n'
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from vcpo_megatron.config.load import dump_resolved
-from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.config.process import ProcessContext
+from vcpo_megatron.config.schema import RunConfig
 
 CONTEXT = ProcessContext(
     run_dir=Path("/runs/a b"),

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from vcpo_megatron.conversion.errors import ConversionError
-from vcpo_megatron.conversion.families import open_model
+from vcpo_megatron.conversion.families.registry import open_model
 from vcpo_megatron.conversion.hf import HFFolder
 from vcpo_megatron.conversion.ops import joined
 from vcpo_megatron.conversion.shards import load_shard, unconsumed

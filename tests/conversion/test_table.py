@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from vcpo_megatron.config.model_families import model_shape, tensors
 from vcpo_megatron.conversion.errors import ConversionError
-from vcpo_megatron.conversion.families import FAMILIES, open_model
+from vcpo_megatron.conversion.families.registry import FAMILIES, open_model
+from vcpo_megatron.models.families import model_shape, tensors
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 37,

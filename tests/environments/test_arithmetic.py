@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vcpo_megatron.config.models import EnvironmentConfig
+from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments.arithmetic import Arithmetic, parse_answer
 from vcpo_megatron.environments.base import Action, EnvironmentSetupError
 from vcpo_megatron.environments.chat import ChatTemplate

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from vcpo_megatron.config.models import EnvironmentConfig
+from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments.base import Action, EnvironmentSetupError, Outcome
 from vcpo_megatron.environments.modular_sum import ModularSum, draw_heldout, draw_prompt, read_prompts, write_prompts
 

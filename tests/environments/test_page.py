@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from vcpo_megatron.config.models import EnvironmentConfig
+from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments import base, registry
 from vcpo_megatron.environments.base import Environment, Example
 from vcpo_megatron.rollout.agent_loop import run_episode
-from vcpo_megatron.rollout.protocol import GenerateResult, SamplingParams, Span
+from vcpo_megatron.rollout.client.protocol import GenerateResult, SamplingParams, Span
 from vcpo_megatron.types import Trajectory
 
 TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")

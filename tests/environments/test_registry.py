@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from vcpo_megatron.config.models import EnvironmentConfig
+from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments.base import EnvironmentSetupError
 from vcpo_megatron.environments.modular_sum import ModularSum
 from vcpo_megatron.environments.registry import make_environment, validate_environment

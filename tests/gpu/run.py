@@ -62,8 +62,9 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         if any("oracle" in name for name in chosen):
             make_oracles(Path(folder))
-        from vcpo_megatron.benchmarks.step import join_world_of_one
-        from vcpo_megatron.learner import platform
+        from benchmarks.step import join_world_of_one
+
+        from vcpo_megatron.learner.megatron import platform
 
         join_world_of_one()
         platform.prepare()
@@ -78,7 +79,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_check(name: str, check: Callable[[Path], str], folder: Path) -> Outcome:
-    from vcpo_megatron.learner.parallel import leave_layout
+    from vcpo_megatron.learner.megatron.parallel import leave_layout
 
     started = time.monotonic()
     try:
@@ -94,7 +95,7 @@ def run_check(name: str, check: Callable[[Path], str], folder: Path) -> Outcome:
 
 
 def on_gpu() -> bool:
-    from vcpo_megatron.learner import platform
+    from vcpo_megatron.learner.megatron import platform
 
     return platform.has_gpu()
 
@@ -223,10 +224,10 @@ class Bench:
     def __init__(self, folder: Path, dtype: str, **model: str) -> None:
         """``model``: more keys of [model]."""
         import torch
+        from benchmarks import step as benchmark
 
-        from vcpo_megatron.benchmarks import step as benchmark
-        from vcpo_megatron.learner.parallel import initialize
-        from vcpo_megatron.learner.training import build_trainable
+        from vcpo_megatron.learner.megatron.parallel import initialize
+        from vcpo_megatron.learner.megatron.training import build_trainable
 
         self._work = benchmark.Work("10M" if on_gpu() else "1M", 512 if on_gpu() else 32, 2, 4)
         self._folder, self._model = folder, {"dtype": dtype, **model}
@@ -239,7 +240,7 @@ class Bench:
             parameter.data.fill_(1.0) if parameter.dim() == 1 else parameter.data.normal_(0.0, 0.02)
 
     def _config(self, keys: dict[str, str], pack: int) -> Any:
-        from vcpo_megatron.benchmarks import step as benchmark
+        from benchmarks import step as benchmark
 
         made = benchmark.make_config(self._folder, self._work, keys)
         train = made.train.model_copy(update={"max_pack_tokens": pack})
@@ -247,7 +248,7 @@ class Bench:
 
     def gradient(self, keys: dict[str, str], pack: int) -> tuple[Any, list[Any]]:
         """(result of the step, gradients on the host); the parameters stay as they are."""
-        from vcpo_megatron.learner.step import VcpoStep
+        from vcpo_megatron.learner.step.vcpo_step import VcpoStep
         from vcpo_megatron.types import PolicyVersion
 
         gradients: list[Any] = []
@@ -264,14 +265,14 @@ class Bench:
         return result, gradients
 
     def close(self) -> None:
-        from vcpo_megatron.learner.parallel import leave_layout
+        from vcpo_megatron.learner.megatron.parallel import leave_layout
 
         leave_layout()  # so that another can be built
 
 
 def memory_and_time(folder: Path) -> str:
     """accumulate keeps at most 4 bytes a parameter, deferred no buffer; seconds beside a plain step, as a table."""
-    from vcpo_megatron.benchmarks import step as benchmark
+    from benchmarks import step as benchmark
 
     large = [benchmark.Work("60M", median, 8, 8) for median in (64, 512)]
     works = large if on_gpu() else [benchmark.Work("1M", 48, 2, 4)]
@@ -283,7 +284,7 @@ def memory_and_time(folder: Path) -> str:
         peak = {outcome.name: outcome.transient for outcome in found.outcomes}
         kept = {outcome.name: outcome.persistent / bench.parameters for outcome in found.outcomes}
         extra = (peak["accumulate"] - peak["plain"]) / bench.parameters
-        from vcpo_megatron.learner.parallel import leave_layout
+        from vcpo_megatron.learner.megatron.parallel import leave_layout
 
         leave_layout()
         texts.append(
@@ -301,7 +302,7 @@ def fused_adam(folder: Path) -> str:
     """Megatron's choice of Adam against torch's, five steps."""
     import torch
 
-    from vcpo_megatron.learner import platform
+    from vcpo_megatron.learner.megatron import platform
 
     if platform.kernels().adam == "torch":
         raise Skipped("torch's Adam is the one in use")
@@ -323,8 +324,8 @@ def fused_weight_gradients(folder: Path) -> str:
     """Apex's kernel against a product in fp32."""
     import torch
 
-    from vcpo_megatron.learner import platform
-    from vcpo_megatron.learner.kernels import add_product
+    from vcpo_megatron.learner.megatron import platform
+    from vcpo_megatron.learner.megatron.kernels import add_product
 
     if not platform.kernels().adds_products:
         raise Skipped("Apex's kernel is not installed, or there is no GPU for it")
@@ -347,7 +348,7 @@ def transformer_engine_attention(folder: Path) -> str:
         raise Skipped(f"TransformerEngine cannot be imported: {error}") from error
     from types import SimpleNamespace
 
-    from vcpo_megatron.learner.layers import PackedAttention
+    from vcpo_megatron.learner.megatron.layers import PackedAttention
 
     lengths, heads, groups, width = [700, 33, 256, 11], 8, 2, 64
     edges = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
@@ -377,7 +378,7 @@ def transformer_engine_layers(folder: Path) -> str:
     """A step with its attention over packs, and one with its matrices: norms and gradients of the local layers."""
     import torch
 
-    from vcpo_megatron.learner.layer_specs import engine_layers
+    from vcpo_megatron.learner.megatron.layer_specs import engine_layers
 
     if not on_gpu():
         raise Skipped("needs a GPU")

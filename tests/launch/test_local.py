@@ -23,8 +23,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from vcpo_megatron.config.run_directory import RunDirectory
 from vcpo_megatron.launch import workspace
+from vcpo_megatron.run.directory import RunDirectory
 
 PATIENCE_S = 60.0
 #: The smallest text that counts as the manifest of a complete checkpoint.
@@ -34,8 +34,8 @@ MANIFEST = '{"step": 0, "attempt": 1, "version_number": 0, "learner": {}, "orche
 DRIVER = """
 import json, signal, sys
 from pathlib import Path
-from vcpo_megatron.config.models import RunConfig
-from vcpo_megatron.config.run_directory import RunDirectory
+from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.run.directory import RunDirectory
 from vcpo_megatron.launch.local import Options, run
 
 order = json.loads(sys.argv[1])
@@ -255,7 +255,7 @@ def test_every_process_gets_its_context_and_the_torch_variables(tmp_path: Path) 
 
 
 def test_each_partition_sees_its_own_gpus() -> None:
-    from vcpo_megatron.config.models import RunConfig
+    from vcpo_megatron.config.schema import RunConfig
     from vcpo_megatron.launch.local import role_environment
     from vcpo_megatron.launch.placement import plan_local
 
@@ -636,8 +636,8 @@ def test_a_full_disk_at_the_start_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_when_the_logs_cannot_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vcpo_megatron.config.run_directory import RunDirectory
     from vcpo_megatron.launch import workspace
+    from vcpo_megatron.run.directory import RunDirectory
 
     assert workspace.full_disk(RunDirectory(tmp_path)) == ""
     monkeypatch.setattr(workspace.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))

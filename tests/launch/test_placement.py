@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.launch.devices import installed_gpus
 from vcpo_megatron.launch.placement import PlacementError, Process, plan_local
 

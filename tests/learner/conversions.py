@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vcpo_megatron import cli
-from vcpo_megatron.learner.convert import Layout, import_hf
+from vcpo_megatron.cli import main as cli
+from vcpo_megatron.learner.checkpoint.convert import Layout, import_hf
 
 
 def convert(*arguments: str | Path) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from vcpo_megatron.config.models import RunConfig
-from vcpo_megatron.learner import platform
+from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.learner.megatron import platform
 from vcpo_megatron.types import Batch, PolicyVersion
 
 
@@ -18,12 +18,12 @@ def loads_after_changes(config: RunConfig, batches: list[Batch], run_dir: str, c
     """Save two checkpoints, then change one byte of each of ``changes`` in the second, one after the other (its size
     stays); what this rank is told when it loads that one, "" where it does."""
     platform.prepare()
-    from vcpo_megatron.config.run_directory import RunDirectory
-    from vcpo_megatron.learner.checkpoint import Checkpoints
-    from vcpo_megatron.learner.checkpoint_errors import CheckpointError
-    from vcpo_megatron.learner.parallel import initialize, leave_layout
-    from vcpo_megatron.learner.step import VcpoStep
-    from vcpo_megatron.learner.training import build_trainable
+    from vcpo_megatron.learner.checkpoint.checkpoints import Checkpoints
+    from vcpo_megatron.learner.checkpoint.errors import CheckpointError
+    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.training import build_trainable
+    from vcpo_megatron.learner.step.vcpo_step import VcpoStep
+    from vcpo_megatron.run.directory import RunDirectory
 
     parallel, directory = initialize(config), RunDirectory(Path(run_dir))
     trainable = build_trainable(config, parallel, load=True)
@@ -59,8 +59,8 @@ def loads_after_changes(config: RunConfig, batches: list[Batch], run_dir: str, c
 def _other_models(config: RunConfig, directory: Any, parallel: Any, trainable: Any) -> list[str]:
     """What this rank is told of checkpoint 2 with: another rope of the same shapes; other initial weights of the same
     size; the first again, when an earlier version had written the manifest."""
-    from vcpo_megatron.learner.checkpoint import Checkpoints
-    from vcpo_megatron.learner.checkpoint_errors import CheckpointError
+    from vcpo_megatron.learner.checkpoint.checkpoints import Checkpoints
+    from vcpo_megatron.learner.checkpoint.errors import CheckpointError
 
     def told(shape: Any) -> str:
         torch.distributed.barrier()

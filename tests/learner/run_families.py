@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vcpo_megatron.config.models import RunConfig
-from vcpo_megatron.learner import platform
+from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.learner.megatron import platform
 
 from .families import prompts
 
@@ -18,10 +18,10 @@ from .families import prompts
 def logits_each(cases: list[tuple[RunConfig, str | None]]) -> list[dict[str, Any]]:
     """For each (run, checkpoint or None: the HF folder): logits [T, V] of every prompt, all weights, used names."""
     platform.prepare()
-    from vcpo_megatron.learner.checkpoint_load import load_weights
-    from vcpo_megatron.learner.model import build_model
-    from vcpo_megatron.learner.parallel import initialize, leave_layout
-    from vcpo_megatron.learner.weights import WeightGatherer
+    from vcpo_megatron.learner.checkpoint.load import load_weights
+    from vcpo_megatron.learner.megatron.model import build_model
+    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.weights.gather import WeightGatherer
 
     outcomes = []
     for config, checkpoint in cases:
@@ -41,8 +41,8 @@ def logits_each(cases: list[tuple[RunConfig, str | None]]) -> list[dict[str, Any
 
 def _logits(chunks: Any, prompt: torch.Tensor, parallel: Any, size: int) -> torch.Tensor:
     """float32 [T, V] on every rank, padding cut off."""
-    from vcpo_megatron.learner.packing import Layout
-    from vcpo_megatron.learner.schedule import as_loss, forward_tokens, run_schedule
+    from vcpo_megatron.learner.batch.packing import Layout
+    from vcpo_megatron.learner.megatron.schedule import as_loss, forward_tokens, run_schedule
 
     found: list[torch.Tensor] = []
 
@@ -69,10 +69,10 @@ def logprobs_each(cases: list[tuple[RunConfig, str]], prompts: list[list[int]]) 
     platform.prepare()
     import numpy as np
 
-    from vcpo_megatron.learner.checkpoint_load import load_weights
-    from vcpo_megatron.learner.model import build_model
-    from vcpo_megatron.learner.parallel import initialize, leave_layout
-    from vcpo_megatron.learner.scoring import score_with
+    from vcpo_megatron.learner.checkpoint.load import load_weights
+    from vcpo_megatron.learner.megatron.model import build_model
+    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.scoring import score_with
 
     outcomes = []
     for config, checkpoint in cases:

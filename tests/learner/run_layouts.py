@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from vcpo_megatron.config.models import RunConfig
-from vcpo_megatron.learner import platform
+from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.learner.megatron import platform
 from vcpo_megatron.types import Batch, PolicyVersion
 
 
@@ -20,10 +20,10 @@ def one_step_each(cases: list[tuple[RunConfig, list[Batch]]]) -> list[dict[str, 
 def steps_from_other_weights(cases: list[tuple[RunConfig, Any, list[Batch]]]) -> list[dict[str, Any]]:
     """The same, where a step may start from the weights of another folder than ``model.path`` (None: that one)."""
     platform.prepare()
-    from vcpo_megatron.learner.parallel import initialize, leave_layout
-    from vcpo_megatron.learner.step import VcpoStep
-    from vcpo_megatron.learner.training import build_trainable
-    from vcpo_megatron.learner.weights import WeightGatherer
+    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.training import build_trainable
+    from vcpo_megatron.learner.step.vcpo_step import VcpoStep
+    from vcpo_megatron.learner.weights.gather import WeightGatherer
 
     outcomes = []
     for config, other, batches in cases:
@@ -61,13 +61,13 @@ def export_and_save(cases: list[tuple[RunConfig, str]], batch: Batch) -> list[li
     platform.prepare()
     from pathlib import Path
 
-    from vcpo_megatron.config.run_directory import RunDirectory
-    from vcpo_megatron.learner.checkpoint import Checkpoints
-    from vcpo_megatron.learner.exporting import Exports
-    from vcpo_megatron.learner.parallel import initialize, leave_layout
-    from vcpo_megatron.learner.step import VcpoStep
-    from vcpo_megatron.learner.training import build_trainable
-    from vcpo_megatron.learner.weights import WeightGatherer
+    from vcpo_megatron.learner.checkpoint.checkpoints import Checkpoints
+    from vcpo_megatron.learner.checkpoint.exports import Exports
+    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.training import build_trainable
+    from vcpo_megatron.learner.step.vcpo_step import VcpoStep
+    from vcpo_megatron.learner.weights.gather import WeightGatherer
+    from vcpo_megatron.run.directory import RunDirectory
 
     found = []
     for config, run_dir in cases:
@@ -118,8 +118,8 @@ def load_and_continue(loading: list[RunConfig], batches: list[Batch], run_dir: s
 def refusals(pairs: list[tuple[RunConfig, RunConfig]], batches: list[Batch], run_dir: str) -> list[str]:
     """What each second layout is told of the checkpoint of the first; "" where it loads it."""
     platform.prepare()
-    from vcpo_megatron.learner.checkpoint_errors import CheckpointError
-    from vcpo_megatron.learner.parallel import leave_layout
+    from vcpo_megatron.learner.checkpoint.errors import CheckpointError
+    from vcpo_megatron.learner.megatron.parallel import leave_layout
 
     messages = []
     for number, (saving, loading) in enumerate(pairs):
@@ -136,12 +136,12 @@ def refusals(pairs: list[tuple[RunConfig, RunConfig]], batches: list[Batch], run
 def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: bool) -> dict[str, Any]:
     from pathlib import Path
 
-    from vcpo_megatron.config.run_directory import RunDirectory
-    from vcpo_megatron.learner.checkpoint import Checkpoints
-    from vcpo_megatron.learner.parallel import initialize, leave_layout
-    from vcpo_megatron.learner.step import VcpoStep
-    from vcpo_megatron.learner.training import build_trainable
-    from vcpo_megatron.learner.weights import WeightGatherer
+    from vcpo_megatron.learner.checkpoint.checkpoints import Checkpoints
+    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.training import build_trainable
+    from vcpo_megatron.learner.step.vcpo_step import VcpoStep
+    from vcpo_megatron.learner.weights.gather import WeightGatherer
+    from vcpo_megatron.run.directory import RunDirectory
 
     parallel = initialize(config)
     trainable = build_trainable(config, parallel, load=not resume)
@@ -166,9 +166,9 @@ def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: 
 def bytes_held(cases: list[tuple[RunConfig, list[Batch]]]) -> list[tuple[int, int]]:
     """For each case: this rank's parameters, and the bytes of the tensors it has between two steps."""
     platform.prepare()
-    from vcpo_megatron.learner.parallel import initialize, leave_layout
-    from vcpo_megatron.learner.step import VcpoStep
-    from vcpo_megatron.learner.training import build_trainable
+    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.training import build_trainable
+    from vcpo_megatron.learner.step.vcpo_step import VcpoStep
 
     found = []
     for config, batches in cases:
@@ -235,11 +235,11 @@ def with_foreign_norms(cases: list[tuple[RunConfig, list[Batch]]], refused: list
     import io
 
     platform.prepare()
-    from vcpo_megatron.learner import layer_specs
-    from vcpo_megatron.learner.parallel import initialize, leave_layout
-    from vcpo_megatron.learner.score_gradients import UnsupportedLayer
-    from vcpo_megatron.learner.step import VcpoStep
-    from vcpo_megatron.learner.training import build_trainable
+    from vcpo_megatron.learner.gradients.attach import UnsupportedLayer
+    from vcpo_megatron.learner.megatron import layer_specs
+    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.training import build_trainable
+    from vcpo_megatron.learner.step.vcpo_step import VcpoStep
 
     layer_specs.RMSNorm = ForeignNorm
     said = io.StringIO()
@@ -264,7 +264,7 @@ def with_engine_layers(cases: list[tuple[RunConfig, list[Batch]]]) -> dict[str, 
     import io
 
     platform.prepare()
-    from vcpo_megatron.learner import layer_specs
+    from vcpo_megatron.learner.megatron import layer_specs
 
     from . import engine_stand_ins as stand_ins
 
@@ -289,9 +289,9 @@ def said_when_built(configs: list[RunConfig]) -> list[str]:
     import io
 
     platform.prepare()
-    from vcpo_megatron.learner.parallel import initialize, leave_layout
-    from vcpo_megatron.learner.step import VcpoStep
-    from vcpo_megatron.learner.training import build_trainable
+    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.training import build_trainable
+    from vcpo_megatron.learner.step.vcpo_step import VcpoStep
 
     said = []
     for config in configs:
@@ -306,8 +306,8 @@ def said_when_built(configs: list[RunConfig]) -> list[str]:
 def refusal_to_build(config: RunConfig) -> str:
     """What the model says that cannot be built here."""
     platform.prepare()
-    from vcpo_megatron.learner.parallel import initialize
-    from vcpo_megatron.learner.training import build_trainable
+    from vcpo_megatron.learner.megatron.parallel import initialize
+    from vcpo_megatron.learner.megatron.training import build_trainable
 
     try:
         build_trainable(config, initialize(config), load=True)
@@ -320,11 +320,11 @@ def leave_and_take_again(cases: list[tuple[RunConfig, int]], batches: list[Batch
     """In each case: a step; the next one, which is asked to be left at the n-th look; that one again. And the same two
     steps without any of that. Whether it was left, what changed by it, and both ends."""
     platform.prepare()
-    from vcpo_megatron.learner import leaving
-    from vcpo_megatron.learner.parallel import initialize, leave_layout
-    from vcpo_megatron.learner.step import VcpoStep
-    from vcpo_megatron.learner.training import build_trainable
-    from vcpo_megatron.learner.weights import WeightGatherer
+    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.training import build_trainable
+    from vcpo_megatron.learner.step import abort as leaving
+    from vcpo_megatron.learner.step.vcpo_step import VcpoStep
+    from vcpo_megatron.learner.weights.gather import WeightGatherer
 
     leaving.LOOK_S = 0.0
     outcomes = []

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.config.process import ProcessContext
-from vcpo_megatron.learner import platform
-from vcpo_megatron.transport.groups import WeightGroup, find_store, flat_size, unflatten
+from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.learner.megatron import platform
 from vcpo_megatron.transport.messages import (
     BucketTaken,
     GroupOpened,
@@ -25,6 +24,7 @@ from vcpo_megatron.transport.messages import (
     WeightsSent,
 )
 from vcpo_megatron.types import PolicyVersion
+from vcpo_megatron.weight_sync.wire import WeightGroup, find_store, flat_size, unflatten
 
 PATIENCE_S = 60.0
 
@@ -57,10 +57,10 @@ class Control:
 def send_each(cases: list[RunConfig], run_dir: str) -> list[dict[str, Any]]:
     """For each run: what arrived of six versions; the parameters change as soon as each is copied."""
     platform.prepare()
-    from vcpo_megatron.learner.model import build_model
-    from vcpo_megatron.learner.parallel import initialize, leave_layout
-    from vcpo_megatron.learner.sender import WeightSender
-    from vcpo_megatron.learner.weights import WeightGatherer
+    from vcpo_megatron.learner.megatron.model import build_model
+    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.weights.gather import WeightGatherer
+    from vcpo_megatron.learner.weights.sender import WeightSender
 
     outcomes = []
     for number, config in enumerate(cases):

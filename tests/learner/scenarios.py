@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.types import Batch, Group, PolicyVersion, Trajectory, Turn, VersionSpan
 
 VOCABULARY = 30

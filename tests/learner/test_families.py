@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.slow import Made, matrix
-from vcpo_megatron.learner.convert import Layout, import_hf
+from vcpo_megatron.learner.checkpoint.convert import Layout, import_hf
 
 from .families import FAMILIES, make_family, reference_logits
 from .scenarios import make_config

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.slow import Made, matrix
-from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.types import Batch
 
 from .scenarios import Oracle, make_batch, make_config, make_model_folder, oracle_step

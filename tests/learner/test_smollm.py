@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from vcpo_megatron import cli
+from vcpo_megatron.cli import main as cli
 from vcpo_megatron.conversion.logprobs import reference_logprobs
-from vcpo_megatron.learner.convert import Layout, export_hf, import_hf
+from vcpo_megatron.learner.checkpoint.convert import Layout, export_hf, import_hf
 
 from .scenarios import make_config
 from .world import run_world

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.observability.mismatch import MismatchWatch
 
 SIZES = {

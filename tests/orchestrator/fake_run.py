@@ -20,18 +20,18 @@ from typing import Any
 import numpy as np
 
 from tests.ports import HeldPort
-from vcpo_megatron.config.models import RunConfig
 from vcpo_megatron.config.process import ProcessContext
-from vcpo_megatron.config.run_directory import Manifest, RunDirectory
+from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.environments.base import Example, Observation, Outcome
 from vcpo_megatron.observability.sinks import JsonlSink
-from vcpo_megatron.orchestrator.loop import Controller, Parts
-from vcpo_megatron.orchestrator.replay import open_recorded, recorded_steps
-from vcpo_megatron.rollout.client import ServerError, ServerUnavailable
-from vcpo_megatron.rollout.fleet import Changes, Fleet, FleetOptions
-from vcpo_megatron.rollout.protocol import GenerateResult, SamplingParams, Span
-from vcpo_megatron.rollout.server import Server
-from vcpo_megatron.rollout.server_info import ServerInfo
+from vcpo_megatron.orchestrator.controller import Controller, Parts
+from vcpo_megatron.orchestrator.modes.replay import open_recorded, recorded_steps
+from vcpo_megatron.rollout.client.http import ServerError, ServerUnavailable
+from vcpo_megatron.rollout.client.protocol import GenerateResult, SamplingParams, Span
+from vcpo_megatron.rollout.client.server_info import ServerInfo
+from vcpo_megatron.rollout.fleet.fleet import Changes, Fleet, FleetOptions
+from vcpo_megatron.rollout.fleet.server import Server
+from vcpo_megatron.run.directory import Manifest, RunDirectory
 from vcpo_megatron.transport.control import ControlClient, ControlServer
 from vcpo_megatron.transport.messages import (
     BatchReady,

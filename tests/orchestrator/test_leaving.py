@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.orchestrator.crash_images import run_of
 from tests.orchestrator.fake_run import FakeRun, stopped_while_it_samples
-from tests.orchestrator.test_crash_points import EXPECTED, comparable, learner, resume_and_check, settings
-from vcpo_megatron.config.models import RunConfig
-from vcpo_megatron.orchestrator.store import RolloutStore
+from tests.orchestrator.store.crash_images import run_of
+from tests.orchestrator.store.test_crash_points import EXPECTED, comparable, learner, resume_and_check, settings
+from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 
 pytestmark = pytest.mark.timeout(60)
 #: Steps whose batch the learner has before the stop; the last one is in progress then.

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from vcpo_megatron.rollout.client import ServerClient
+from vcpo_megatron.rollout.client.http import ServerClient
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Client = TypeVar("_Client", bound=ServerClient)

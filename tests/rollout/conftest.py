@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from tests.rollout.raw_http import wait_until
-from vcpo_megatron.rollout.client import ServerClient
-from vcpo_megatron.rollout.sglang import SglangServer
+from vcpo_megatron.rollout.client.http import ServerClient
+from vcpo_megatron.rollout.fleet.sglang import SglangServer
 from vcpo_megatron.transport.child import start_child, stop_child
 
 ROOT = Path(__file__).parents[2]

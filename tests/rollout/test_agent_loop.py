@@ -8,7 +8,7 @@ import pytest
 
 from vcpo_megatron.environments.base import Action, Example, Observation, Outcome
 from vcpo_megatron.rollout.agent_loop import MAX_EMPTY_ABORTS, EpisodeError, run_episode
-from vcpo_megatron.rollout.protocol import GenerateResult, SamplingParams, Span
+from vcpo_megatron.rollout.client.protocol import GenerateResult, SamplingParams, Span
 from vcpo_megatron.types import PolicyVersion, Turn, VersionSpan
 
 EXAMPLE = Example("train/7", {})

@@ -17,8 +17,8 @@ from tests.rollout.conftest import CONTEXT, EOS, Engine, Versions
 from tests.rollout.raw_http import post
 from vcpo_megatron.environments.base import Example, Observation, Outcome
 from vcpo_megatron.rollout.agent_loop import run_episode
-from vcpo_megatron.rollout.client import ServerClient, ServerError
-from vcpo_megatron.rollout.protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams, Span
+from vcpo_megatron.rollout.client.http import ServerClient, ServerError
+from vcpo_megatron.rollout.client.protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams, Span
 
 pytestmark = pytest.mark.timeout(600)
 

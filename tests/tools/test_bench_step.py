@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from vcpo_megatron.benchmarks.floors import Rates
-from vcpo_megatron.benchmarks.step import Comparison, Outcome, Work, curves
+from benchmarks.floors import Rates
+from benchmarks.step import Comparison, Outcome, Work, curves
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_step.py"
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from vcpo_megatron.benchmarks import chaos
-from vcpo_megatron.benchmarks.soak import Account
+from benchmarks import chaos
+from benchmarks.soak import Account
 
 ROOT = Path(__file__).parents[2]
 

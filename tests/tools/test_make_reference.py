@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from vcpo_megatron.cli_train import CHANGEABLE_ON_RESUME
-from vcpo_megatron.config.models import RunConfig
+from vcpo_megatron.cli.train import CHANGEABLE_ON_RESUME
+from vcpo_megatron.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -36,17 +36,17 @@ def rows() -> dict[str, list[str]]:
 @pytest.mark.parametrize("section", RunConfig.model_fields)
 def test_every_key_says_what_it_means(section: str) -> None:
     model = RunConfig.model_fields[section].annotation
-    assert model is not None and model.__doc__, f"config/models.py: {model} needs a docstring"
+    assert model is not None and model.__doc__, f"config/schema.py: {model} needs a docstring"
     silent = [f"{section}.{key}" for key, field in model.model_fields.items() if not field.description]
     assert not silent, (
-        f"config/models.py: {', '.join(silent)} must say what it means, with unit and special values: "
+        f"config/schema.py: {', '.join(silent)} must say what it means, with unit and special values: "
         'Field(DEFAULT, description="..."); then run: python tools/make_reference.py'
     )
 
 
 def test_the_page_is_up_to_date(tool: ModuleType) -> None:
     assert PAGE.read_text(encoding="utf-8") == tool.page(), (
-        "docs/configuration.md no longer says what config/models.py, config/methods.py and cli_train.py say; run: "
+        "docs/configuration.md no longer says what config/schema.py, config/methods.py and cli_train.py say; run: "
         "python tools/make_reference.py"
     )
 

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vcpo_megatron.config.models import EnvironmentConfig
+from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments.modular_sum import draw_heldout, read_prompts
 from vcpo_megatron.environments.registry import make_environment, validate_environment
 

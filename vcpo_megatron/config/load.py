@@ -20,17 +20,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from .models import RunConfig
+from ..run.errors import ConfigError
+from .schema import RunConfig
 
 Key = tuple[str, ...]
-
-
-class ConfigError(ValueError):
-    """A configuration cannot be used. ``problems`` holds one line for each thing that is wrong."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = list(problems)
-        super().__init__("\n".join(self.problems))
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..run.directory import RunDirectory
 from .load import load_resolved
-from .models import RunConfig
-from .run_directory import RunDirectory
+from .schema import RunConfig
 
 #: A process that fails says so in a last line that begins with this, in its log.
 ERROR_PREFIX = "vcpo: error: "

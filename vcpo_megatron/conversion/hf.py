@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..config.model_folder import elsewhere
+from ..models.folder import elsewhere
 from .errors import REMEDY, ConversionError, listed
 from .partial import require_folder
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..config.model_shape import ModelShape
+from ..models.shape import ModelShape
 from .errors import ConversionError
 
 

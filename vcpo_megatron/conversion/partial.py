@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from ..config.process import WARNING_PREFIX
-from ..config.text import printable
+from ..run.text import printable
 from .errors import REMEDY, ConversionError, listed
 
 _PLAN, _JOURNAL, _LOCK = "conversion.plan.json", "conversion.journal.jsonl", "conversion.lock"

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..config.model_folder import fused_experts
-from ..config.model_shape import ModelShape
+from ..models.folder import fused_experts
+from ..models.shape import ModelShape
 from .errors import ConversionError, listed
 from .hf import REMEDY, HFFolder, natural
 from .table import Family

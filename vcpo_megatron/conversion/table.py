@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..config.model_families import tensors
-from ..config.model_shape import ConfigRules, ModelShape
+from ..models.families import tensors
+from ..models.shape import ConfigRules, ModelShape
 from .errors import ConversionError
 from .ops import Op
 
@@ -31,7 +31,7 @@ OUTPUT = "output_layer.weight"
 class Row:
     """One Megatron parameter (of every layer and expert, where the name holds {layer} or {expert}).
 
-    ``hf`` are the HF names in the order that ``op`` wants them; their shapes are in config/model_shape.py.
+    ``hf`` are the HF names in the order that ``op`` wants them; their shapes are in models/shape.py.
     ``layers`` says which layers have the parameter, ``when`` which models (None: all of the family). ``float32``:
     it stays float32, whatever the dtype of the model.
     """

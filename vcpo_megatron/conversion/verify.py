@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..config.model_families import tensors
-from .families import open_model
+from ..models.families import tensors
+from .families.registry import open_model
 from .hf import DTYPES, HFFolder
 from .shards import unconsumed
 

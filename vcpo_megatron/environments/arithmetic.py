@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..config.models import EnvironmentConfig
+from ..config.schema import EnvironmentConfig
 from .base import Action, EnvironmentSetupError, Example, Observation, Outcome, Problems, fingerprint
 from .chat import ChatTemplate
 from .options import parse_options

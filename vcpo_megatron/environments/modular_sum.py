@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
-from ..config.models import EnvironmentConfig
+from ..config.schema import EnvironmentConfig
 from .base import Action, EnvironmentSetupError, Example, Observation, Outcome, Problems, fingerprint
 from .datasets import Row, ShuffledOrder, read_rows
 from .options import parse_options

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
-from ..config.models import EnvironmentConfig
+from ..config.schema import EnvironmentConfig
 from . import arithmetic, modular_sum
 from .base import Environment, EnvironmentSetupError
 

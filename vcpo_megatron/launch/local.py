@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..config.load import dump_resolved
-from ..config.models import RunConfig
 from ..config.process import ERROR_PREFIX, WARNING_PREFIX, ProcessContext
-from ..config.run_directory import RunDirectory, write_atomically
+from ..config.schema import RunConfig
 from ..observability.progress import Progress
 from ..observability.sinks import JsonlFollower, read_rows
+from ..run.directory import RunDirectory, write_atomically
 from ..transport.child import start_child
 from . import workspace
 from .devices import visible_gpus

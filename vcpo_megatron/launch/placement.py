@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..config.models import RunConfig
-from ..config.run_directory import RunDirectory
+from ..config.schema import RunConfig
+from ..run.directory import RunDirectory
 
 #: Learner ranks and servers of one host; far above its GPUs, far below its ports and process ids.
 MAX_PROCESSES = 512
 
 Role = Literal["orchestrator", "learner", "server"]
 
-#: Module that ``python -m`` runs for a role; the orchestrator starts the servers (orchestrator/servers.py).
+#: Module that ``python -m`` runs for a role; the orchestrator starts the servers (orchestrator/peers/servers.py).
 MODULES: dict[Role, str] = {
     "orchestrator": "vcpo_megatron.orchestrator",
     "learner": "vcpo_megatron.learner",

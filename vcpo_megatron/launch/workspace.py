@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..config.run_directory import RunDirectory, write_atomically
+from ..run.directory import RunDirectory, write_atomically
 
 #: A disk with less than this free is full, in bytes.
 _FULL = 2**20

@@ -8,7 +8,7 @@ import sys
 import traceback
 
 from ..config.process import ERROR_PREFIX, ProcessContext
-from . import platform
+from .megatron import platform
 
 
 def main() -> int:

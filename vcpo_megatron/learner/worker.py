@@ -21,8 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..config.models import RunConfig
 from ..config.process import ENDED_BY_ORCHESTRATOR, ProcessContext
+from ..config.schema import RunConfig
 from ..transport.control import ControlClient
 from ..transport.frames import decode, encode
 from ..transport.messages import (
@@ -43,15 +43,15 @@ from ..transport.messages import (
     Stop,
 )
 from ..types import Batch, PolicyVersion
-from . import platform
-from .checkpoint import Checkpoints
-from .exporting import Exports
-from .parallel import Parallel, initialize
-from .scoring import score_tokens
-from .sender import WeightSender
-from .step import VcpoStep
-from .training import build_trainable
-from .weights import WeightGatherer
+from .checkpoint.checkpoints import Checkpoints
+from .checkpoint.exports import Exports
+from .megatron import platform
+from .megatron.parallel import Parallel, initialize
+from .megatron.scoring import score_tokens
+from .megatron.training import build_trainable
+from .step.vcpo_step import VcpoStep
+from .weights.gather import WeightGatherer
+from .weights.sender import WeightSender
 
 #: Seconds after which rank 0, without a command, lets the other ranks pass through their collective.
 IDLE_S = 2.0

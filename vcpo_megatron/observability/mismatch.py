@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from ..config.model_folder import read_model
-from ..config.models import RunConfig
+from ..config.schema import RunConfig
+from ..models.folder import read_model
 
 
 class MismatchWatch:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..config.run_directory import write_atomically
+from ..run.directory import write_atomically
 
 Row = Mapping[str, Any]
 

@@ -12,27 +12,27 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from ..config.load import ConfigError
-from ..config.model_folder import read_model
-from ..config.models import RunConfig
 from ..config.process import ERROR_PREFIX, WARNING_PREFIX, ProcessContext
+from ..config.schema import RunConfig
 from ..environments.base import EnvironmentSetupError
 from ..environments.registry import make_environment
+from ..models.folder import read_model
 from ..observability.sinks import JsonlSink, Sink, TensorBoardSink
-from ..rollout.client import ServerError, ServerUnavailable
-from ..rollout.fleet import Changes, FleetError
-from ..rollout.open_files import allow_connections
-from ..rollout.protocol import ProtocolError
-from ..rollout.router import sampling_problem
+from ..rollout.client.http import ServerError, ServerUnavailable
+from ..rollout.client.open_files import allow_connections
+from ..rollout.client.protocol import ProtocolError
+from ..rollout.fleet.fleet import Changes, FleetError
+from ..rollout.fleet.router import sampling_problem
+from ..run.errors import ConfigError
+from ..run.tasks import RunError
+from ..run.text import one_line
 from ..transport.control import ControlServer
 from ..transport.messages import ControlError
-from .failures import one_line
-from .loop import Controller, Parts
-from .replay import open_recorded, recorded_steps
-from .servers import make_fleet
-from .store import StoreError
-from .tasks import RunError
-from .weight_sync import SyncError
+from .controller import Controller, Parts
+from .modes.replay import open_recorded, recorded_steps
+from .peers.servers import make_fleet
+from .peers.weight_sync import SyncError
+from .store.store import StoreError
 
 #: Characters of the last line: a message with two long paths and its remedy.
 LIMIT = 900

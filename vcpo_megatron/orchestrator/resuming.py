@@ -15,12 +15,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..config.models import RunConfig
 from ..config.process import WARNING_PREFIX, ProcessContext
+from ..config.schema import RunConfig
 from ..environments.base import Environment
-from .recorder import Recorder
-from .store import ResumePlan, RolloutStore
-from .tasks import RunError
+from ..run.tasks import RunError
+from .store.recorder import Recorder
+from .store.store import ResumePlan, RolloutStore
 
 
 async def check(

@@ -18,10 +18,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from ..config.checks.servers import TESTED_SGLANG, installed_sglang
 from ..config.fused_kernels import InstalledKernels, find_kernels
-from ..config.run_directory import write_atomically
-from ..config.servers import TESTED_SGLANG, installed_sglang
 from ..launch.devices import installed_gpus, visible_gpus
+from ..run.directory import write_atomically
 
 Level = Literal["ok", "note", "missing", "wrong"]
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from ..environments.base import Action, Environment, Episode, Example, Observation, Outcome
 from ..types import PolicyVersion, Trajectory, Turn, VersionSpan
-from .protocol import GenerateResult, ProtocolError, SamplingParams
+from .client.protocol import GenerateResult, ProtocolError, SamplingParams
 
 #: (tokens so far, sampling parameters, request id) -> answer
 Generate = Callable[[Sequence[int], SamplingParams, str], Awaitable[GenerateResult]]

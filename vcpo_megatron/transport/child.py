@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 
 from ..config.process import ERROR_PREFIX
-from ..config.text import one_line
+from ..run.text import one_line
 
 _PR_SET_PDEATHSIG = 1
 #: Loaded before any fork: the child may not take the loader's locks.

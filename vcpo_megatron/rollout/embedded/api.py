@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from .. import protocol
+from ..client import protocol
 from .engine import Engine, EngineFailed
 from .errors import ModelError, RequestError
 from .groups import WeightGroups

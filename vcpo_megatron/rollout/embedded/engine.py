@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ...config.text import one_line
+from ...run.text import one_line
 from .errors import ModelError, RequestError
 from .generation import Generation
 from .scheduler import Scheduler

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..protocol import SamplingParams, Span
+from ..client.protocol import SamplingParams, Span
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...transport.groups import GroupError, WeightGroup, find_store, flat_size, unflatten
+from ...weight_sync.wire import GroupError, WeightGroup, find_store, flat_size, unflatten
 from .errors import RequestError
 from .weights import NamedTensors
 

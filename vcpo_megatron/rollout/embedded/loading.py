@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ...config.load import ConfigError
-from ...config.model_families import model_shape
-from ...config.model_folder import read_json, weight_problems
-from ...config.model_shape import SIZES, ShapeError
+from ...models.families import model_shape
+from ...models.folder import read_json, weight_problems
+from ...models.shape import SIZES, ShapeError
+from ...run.errors import ConfigError
 from .errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..protocol import ProtocolError, SamplingParams, token_ids
-from ..routing import encode
+from ..client.protocol import ProtocolError, SamplingParams, token_ids
+from ..client.routed_experts import encode
 from .errors import RequestError
 from .generation import Generation
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence, Set
 
-from ..protocol import PauseMode
+from ..client.protocol import PauseMode
 from .errors import RequestError
 from .generation import Generation
 from .runner import Runner

@@ -1,0 +1,529 @@
+"""Cross-section checks: each refuses exactly what it says, and all are reported together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.test_shape import DEEPSEEK_V3
+from vcpo_megatron.config.checks.problems import problems
+from vcpo_megatron.config.checks.servers import installed_sglang
+from vcpo_megatron.config.fused_kernels import InstalledKernels
+from vcpo_megatron.config.schema import RunConfig
+
+
+@pytest.fixture
+def make(model_folder: Path) -> Callable[..., RunConfig]:
+    """make(("section.key", value), ...): a configuration that runs, but for these keys."""
+
+    def build(*changes: tuple[str, Any]) -> RunConfig:
+        data: dict[str, dict[str, Any]] = {
+            "model": {"path": model_folder},
+            "train": {"steps": 10, "groups_per_step": 4, "group_size": 4},
+            "rollout": {"max_new_tokens": 8},
+            "environment": {"name": "modular_sum"},
+        }
+        for key, value in changes:
+            section, _, name = key.partition(".")
+            data.setdefault(section, {})[name] = value
+        return RunConfig.model_validate(data)
+
+    return build
+
+
+def test_a_good_configuration_has_none(make: Callable[..., RunConfig]) -> None:
+    assert problems(make()) == []
+    assert problems(make(("parallel.tensor", 2), ("parallel.pipeline", 2), ("launch.learner_ranks", 8))) == []
+
+
+GOOD_LIMITS = [
+    [("train.groups_per_step", 2), ("launch.learner_ranks", 2)],
+    [("rollout.max_running_requests", 4)],
+    [("rollout.max_new_tokens", 63)],
+    [("train.max_pack_tokens", 9)],
+    [("rollout.servers", 20)],
+    [("optimizer.warmup_steps", 9)],
+    [("algorithm.base_ess_ratio", 1e-9)],
+    [("algorithm.base_ess_ratio", "auto")],
+    [("algorithm.is_level", "none"), ("staleness.max_staleness", 0)],
+    [("algorithm.is_level", "none"), ("algorithm.allow_uncorrected", True)],
+    [("algorithm.method", "rloo"), ("algorithm.allow_uncorrected", True)],
+    [("algorithm.method", "grpo"), ("algorithm.kl_coef", 0.1), ("algorithm.kl_reference", "initial")],
+    [("algorithm.baseline", "opob_leave_one_out"), ("algorithm.opob_mode", "two_pass")],
+    [("algorithm.method", "tis_token"), ("algorithm.baseline", "opob")],
+    [
+        ("algorithm.method", "grpo"),
+        ("algorithm.ratio_high", 1.3),
+        ("algorithm.ess_scaling", True),
+        ("algorithm.ess_rule", "linear"),
+        ("algorithm.base_ess_ratio", 0.5),
+    ],
+    [
+        ("algorithm.method", "icepop"),
+        ("algorithm.ratio_low", 0.1),
+        ("algorithm.baseline", "opob"),
+        ("algorithm.opob_mode", "deferred"),
+        ("algorithm.opob_accumulators", 2),
+    ],
+    [("algorithm.method", "m2po"), ("algorithm.second_moment", 0.1)],
+    [("algorithm.opob_weights", "truncated"), ("algorithm.opob_accumulator_dtype", "bfloat16")],
+    [("optimizer.schedule", "cosine"), ("optimizer.min_lr", 1e-7)],
+    [("optimizer.lr", 0.01), ("optimizer.weight_decay", 99.9)],
+    [("optimizer.schedule", "wsd"), ("optimizer.decay_steps", 7), ("optimizer.warmup_steps", 3)],
+    [("rollout.port", 5000), ("rollout.servers", 2), ("launch.master_port", 5002), ("launch.control_port", 4999)],
+    [("rollout.port", 65535)],
+]
+
+
+@pytest.mark.parametrize("changes", GOOD_LIMITS, ids=str)
+def test_values_at_the_limit_are_allowed(make: Callable[..., RunConfig], changes: list[tuple[str, Any]]) -> None:
+    assert problems(make(*changes)) == []
+
+
+#: A run whose requests go through a router.
+ROUTED = [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("rollout.router", "http://r:1")]
+
+BAD = [
+    ([("parallel.context", 2)], "launch.learner_ranks = 1", "; 2 would be"),
+    ([("parallel.expert", 2), ("launch.learner_ranks", 2)], "parallel.expert = 2", "has no experts"),
+    ([("parallel.expert_tensor", 2), ("launch.learner_ranks", 2)], "parallel.expert_tensor = 2", "has no experts"),
+    ([("rollout.routing_replay", True)], "rollout.routing_replay = true", "has no experts; set it to false"),
+    ([("parallel.virtual_pipeline", 2)], "parallel.virtual_pipeline = 2", "needs parallel.pipeline of at least 2"),
+    (
+        [("parallel.virtual_pipeline", 2), ("parallel.pipeline", 2), ("launch.learner_ranks", 2)],
+        "parallel.virtual_pipeline = 2",
+        "= 4 does not divide the 2 layers",
+    ),
+    (
+        [("parallel.expert_dispatcher", "allgather"), ("parallel.pipeline", 2), ("launch.learner_ranks", 2)],
+        'parallel.expert_dispatcher = "allgather"',
+        "packs of one length",
+    ),
+    ([("parallel.sequence_parallel", True)], "parallel.sequence_parallel = true", "needs parallel.tensor"),
+    ([("parallel.tensor", 2), ("launch.learner_ranks", 3)], "launch.learner_ranks = 3", "; 2 would be"),
+    ([("parallel.tensor", 2)], "launch.learner_ranks = 1", "; 2 would be"),
+    ([("launch.learner_ranks", 5)], "train.groups_per_step = 4", "fewer than the 5 data-parallel replicas"),
+    (
+        [("parallel.tensor", 2), ("launch.learner_ranks", 2), ("model.vocab_multiple", 3)],
+        "model.vocab_multiple = 3",
+        "not divisible by parallel.tensor = 2",
+    ),
+    ([("model.vocab_multiple", 1025)], "model.vocab_multiple = 1025", "give at most 1024"),
+    ([("parallel.tensor", 4), ("launch.learner_ranks", 4)], "parallel.tensor = 4", "does not divide the 2 key-value"),
+    ([("parallel.pipeline", 4), ("launch.learner_ranks", 4)], "parallel.pipeline = 4", "does not divide the 2 layers"),
+    ([("algorithm.is_level", "none")], 'algorithm.is_level = "none"', "allow_uncorrected = true"),
+    ([("algorithm.method", "rloo")], 'algorithm.method = "rloo"', "allow_uncorrected = true"),
+    (
+        [("algorithm.method", "gspo"), ("algorithm.baseline", "opob")],
+        'algorithm.baseline = "opob"',
+        'method = "gspo" is not linear in the advantage',
+    ),
+    ([("algorithm.method", "grpo"), ("algorithm.is_level", "token")], 'algorithm.is_level = "token"', "in its own way"),
+    ([("algorithm.method", "grpo"), ("algorithm.ratio_low", 1.5)], "algorithm.ratio_low = 1.5", "ratio_high = 1.2"),
+    (
+        [("algorithm.baseline", "opob_leave_one_out")],
+        'algorithm.baseline = "opob_leave_one_out"',
+        'opob_mode = "deferred" or "two_pass"',
+    ),
+    (
+        [("algorithm.opob_accumulator_dtype", "bfloat16"), ("algorithm.opob_mode", "deferred")],
+        'algorithm.opob_accumulator_dtype = "bfloat16"',
+        'only opob_mode = "accumulate"',
+    ),
+    ([("algorithm.ratio_low", 0.5)], "algorithm.ratio_low = 0.5", 'method = "vcpo" does not bound ratios; remove it'),
+    (
+        [
+            ("algorithm.method", "icepop"),
+            ("algorithm.is_level", "none"),
+            ("algorithm.ratio_high", 9.0),
+            ("algorithm.allow_uncorrected", True),
+        ],
+        "algorithm.ratio_high = 9.0",
+        "does not bound ratios",
+    ),
+    (
+        [("algorithm.method", "p3o"), ("algorithm.second_moment", 0.1)],
+        "algorithm.second_moment = 0.1",
+        'method = "p3o" does not bound it',
+    ),
+    (
+        [("algorithm.method", "grpo"), ("algorithm.opob_mode", "deferred")],
+        'algorithm.opob_mode = "deferred"',
+        'baseline = "group_mean" takes no gradient norms; remove it',
+    ),
+    (
+        [("algorithm.is_level", "token"), ("algorithm.opob_weights", "truncated")],
+        'algorithm.opob_weights = "truncated"',
+        'is_level = "token" has no weight of a trajectory',
+    ),
+    (
+        [("algorithm.opob_mode", "two_pass"), ("algorithm.opob_accumulators", 2)],
+        "algorithm.opob_accumulators = 2",
+        'opob_mode = "two_pass" keeps nothing of a group in flight',
+    ),
+    (
+        [("algorithm.method", "tis_sequence"), ("algorithm.opob_accumulators", 2)],
+        "algorithm.opob_accumulators = 2",
+        "takes no gradient norms",
+    ),
+    (
+        [("algorithm.ess_scaling", False), ("algorithm.ess_rule", "linear")],
+        'algorithm.ess_rule = "linear"',
+        "ess_scaling = false",
+    ),
+    (
+        [("algorithm.method", "grpo"), ("algorithm.base_ess_ratio", "auto")],
+        'algorithm.base_ess_ratio = "auto"',
+        "has no effect, since ess_scaling = false",
+    ),
+    ([("optimizer.min_lr", 1e-7)], "optimizer.min_lr = 1e-07", 'schedule = "constant" does not end anywhere'),
+    ([("algorithm.kl_coef", 0.1)], "algorithm.kl_coef = 0.1", "set both or neither"),
+    ([("algorithm.kl_reference", "initial")], "algorithm.kl_coef = 0.0", "set both or neither"),
+    ([("optimizer.min_lr", 1.0), ("optimizer.schedule", "cosine")], "optimizer.min_lr = 1.0", "above optimizer.lr"),
+    ([("optimizer.lr", 0.01), ("optimizer.weight_decay", 100.0)], "optimizer.weight_decay = 100.0", "1 / lr = 100"),
+    ([("optimizer.schedule", "wsd")], "optimizer.decay_steps = None", "set both"),
+    ([("optimizer.decay_steps", 3)], "optimizer.decay_steps = 3", "set both"),
+    (
+        [("optimizer.schedule", "wsd"), ("optimizer.decay_steps", 8), ("optimizer.warmup_steps", 3)],
+        "optimizer.decay_steps = 8",
+        "more than train.steps = 10",
+    ),
+    ([("algorithm.base_ess_ratio", 0.0)], "algorithm.base_ess_ratio = 0.0", "above 0 and at most 1"),
+    ([("algorithm.base_ess_ratio", 1.01)], "algorithm.base_ess_ratio = 1.01", "above 0 and at most 1"),
+    (
+        [("algorithm.base_ess_ratio", "auto"), ("staleness.lag", "exact")],
+        'algorithm.base_ess_ratio = "auto"',
+        'needs staleness.lag = "bounded"',
+    ),
+    ([("train.group_size", 1)], "train.group_size = 1", "at least 2"),
+    ([("optimizer.warmup_steps", 10)], "optimizer.warmup_steps = 10", "below train.steps = 10"),
+    ([("optimizer.betas", (0.9, 1.0))], "optimizer.betas = [0.9, 1.0]", "below 1"),
+    ([("rollout.max_running_requests", 3)], "rollout.max_running_requests = 3", "at least 4"),
+    ([("rollout.servers", 21)], "rollout.servers = 21", "= 20 groups are in flight"),
+    ([("train.max_pack_tokens", 8)], "train.max_pack_tokens = 8", "would not fit one pack"),
+    ([("rollout.context_length", 65)], "rollout.context_length = 65", "exceeds the 64 positions"),
+    ([("rollout.context_length", 8)], "rollout.max_new_tokens = 8", "within rollout.context_length = 8"),
+    ([("rollout.max_new_tokens", 64)], "rollout.max_new_tokens = 64", "no room for a prompt in the 64 positions"),
+    ([("rollout.engine", "replay")], 'rollout.engine = "replay"', "needs rollout.replay"),
+    ([("rollout.replay", Path("/nowhere"))], "rollout.replay = /nowhere", 'only used with rollout.engine = "replay"'),
+    (
+        [("rollout.replay", Path("/nowhere")), ("rollout.engine", "replay")],
+        "rollout.replay = /nowhere",
+        "no such folder",
+    ),
+    ([("rollout.replay", Path("/")), ("rollout.engine", "replay")], "rollout.replay = /", "has no rollouts.sqlite"),
+    ([("rollout.python", Path("/p"))], "rollout.python = /p", 'only used with rollout.engine = "sglang"'),
+    ([("rollout.args", ("--x",)), ("rollout.tensor_parallel", 1)], "rollout.args = ['--x']", "only used with"),
+    ([("rollout.engine", "sglang")], 'rollout.engine = "sglang"', "needs rollout.python"),
+    ([("rollout.engine", "sglang"), ("rollout.python", Path("/nowhere"))], "rollout.python = /nowhere", "no such file"),
+    ([("rollout.engine", "sglang"), ("rollout.python", Path("/"))], "rollout.python = /", "not an executable file"),
+    (
+        [("rollout.engine", "sglang"), ("rollout.python", Path("/bin/sh"))],
+        "rollout.python = /bin/sh",
+        "SGLang is not installed",
+    ),
+    (
+        [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("staleness.lag", "exact")],
+        'rollout.engine = "sglang"',
+        'staleness.lag = "exact"',
+    ),
+    (
+        [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("rollout.args", ("--x",))],
+        "rollout.args",
+        "run already",
+    ),
+    ([("rollout.engine", "sglang"), ("rollout.addresses", ("a:1",))], "rollout.addresses = ['a:1']", "is not http://"),
+    (
+        [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1/v1",))],
+        "rollout.addresses = ['http://a:1/v1']",
+        "is not http://",
+    ),
+    (
+        [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:99999",))],
+        "rollout.addresses = ['http://a:99999']",
+        "is not http://",
+    ),
+    (
+        [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",) * 2)],
+        "rollout.addresses = ['http://a:1', 'http://a:1']",
+        "named twice",
+    ),
+    ([("rollout.router", "http://r:1")], "rollout.router = http://r:1", 'only used with rollout.engine = "sglang"'),
+    ([*ROUTED, ("rollout.router", "r:1")], 'rollout.router = "r:1"', "is not http://"),
+    ([*ROUTED, ("rollout.router", "http://a:1/")], 'rollout.router = "http://a:1/"', "one of rollout.addresses too"),
+    ([*ROUTED, ("rollout.pause_mode", "in_place")], 'rollout.router = "http://r:1"', "in_place"),
+    ([("environment.data", Path("/nowhere.jsonl"))], "environment.data = /nowhere.jsonl", "no such file"),
+    ([("environment.heldout", Path("/"))], "environment.heldout = /", "not a file"),
+    (
+        [("launch.control_port", 5000), ("launch.master_port", 5000)],
+        "launch.master_port = 5000",
+        "also that of launch.control_port",
+    ),
+    (
+        [("rollout.port", 5000), ("rollout.servers", 2), ("launch.master_port", 5001)],
+        "rollout.port (server 1) = 5001",
+        "also that of launch.master_port",
+    ),
+    ([("rollout.port", 65535), ("rollout.servers", 2)], "rollout.port = 65535", "the last port would be 65536"),
+    ([("model.path", Path("/nowhere"))], "model.path = /nowhere", "no such folder"),
+]
+
+
+@pytest.mark.parametrize(("changes", "start", "part"), BAD, ids=[start for _, start, _ in BAD])
+def test_one_problem_is_one_line(
+    make: Callable[..., RunConfig], changes: list[tuple[str, Any]], start: str, part: str
+) -> None:
+    (problem,) = problems(make(*changes))
+    assert problem.startswith(f"{start}: ") and part in problem
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+BAD_EXPERTS = [
+    ([("parallel.expert", 3)], 3, "parallel.expert = 3: does not divide the 4 experts"),
+    ([("parallel.expert", 2)], 3, "parallel.expert = 2: expert x expert_tensor = 2 does not divide the 3 learner"),
+    ([("parallel.expert_tensor", 2)], 2, "parallel.expert_tensor = 2: must be parallel.tensor = 1"),
+    ([("parallel.expert_tensor", 4), ("parallel.expert", 2)], 8, "parallel.expert_tensor = 4: does not divide the 6"),
+    ([("parallel.tensor", 2), ("parallel.expert", 2)], 2, "parallel.tensor = 2: Megatron trains experts with tensor"),
+    ([("parallel.context", 3), ("parallel.expert", 2)], 6, "parallel.expert = 2: expert x expert_tensor = 2 and"),
+]
+
+
+@pytest.mark.parametrize(("changes", "ranks", "start"), BAD_EXPERTS, ids=[start for _, _, start in BAD_EXPERTS])
+def test_splits_of_experts(
+    make: Callable[..., RunConfig],
+    make_model: Callable[..., Path],
+    changes: list[tuple[str, Any]],
+    ranks: int,
+    start: str,
+) -> None:
+    model = ("model.path", make_model(**EXPERTS))
+    found = problems(make(model, *changes, ("launch.learner_ranks", ranks), ("train.groups_per_step", 8)))
+    assert [problem for problem in found if problem.startswith("parallel.")][0].startswith(start)
+    sound = (("parallel.expert", 2), ("launch.learner_ranks", 8), ("train.groups_per_step", 4))
+    assert not [problem for problem in problems(make(model, *sound)) if not problem.startswith("model.path")]
+
+
+def test_the_balance_of_experts_needs_routers_with_a_softmax(
+    make: Callable[..., RunConfig], make_model: Callable[..., Path]
+) -> None:
+    def told(*changes: tuple[str, Any]) -> list[str]:
+        return [line for line in problems(make(("algorithm.global_aux_loss", 0.01), *changes)) if "aux_loss" in line]
+
+    (dense,) = told()
+    assert dense.startswith("algorithm.global_aux_loss = 0.01: ") and "has no routers with a softmax; use 0" in dense
+    model = ("model.path", make_model(**EXPERTS))
+    assert told(model) == []
+    assert told(model, ("rollout.routing_replay", True)) == [
+        "algorithm.global_aux_loss = 0.01: not tested with rollout.routing_replay = true; use 0"
+    ]
+
+
+def test_routing_replay_needs_experts_and_a_record(
+    make: Callable[..., RunConfig], make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, on = ("model.path", make_model(**EXPERTS)), ("rollout.routing_replay", True)
+    assert not [problem for problem in problems(make(model, on)) if problem.startswith("rollout.")]
+    (tmp_path / "rollouts.sqlite").touch()
+    found = problems(make(model, on, ("rollout.engine", "replay"), ("rollout.replay", tmp_path)))
+    (problem,) = [problem for problem in found if problem.startswith("rollout.")]
+    assert problem.startswith('rollout.routing_replay = true: rollout.engine = "replay" has no record of experts')
+
+
+ATTENTION, MATRICES = ((f"model.{key}", "transformer_engine") for key in ("core_attention", "transformer_impl"))
+TWO_RANKS, LOW = ("launch.learner_ranks", 2), ("model.dtype", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "installed", "expected"),
+    [
+        ([ATTENTION, MATRICES, LOW], {}, True, []),
+        ([ATTENTION, LOW, TWO_RANKS, ("parallel.tensor", 2)], {}, True, []),
+        ([ATTENTION, LOW], {}, False, ["core_attention TransformerEngine's part for PyTorch is not installed"]),
+        ([MATRICES, LOW], {}, False, ["transformer_impl TransformerEngine's part for PyTorch is not installed"]),
+        ([ATTENTION], {}, True, ["core_attention takes packs in 16 bits"]),
+        (
+            [ATTENTION, LOW, TWO_RANKS, ("parallel.context", 2)],
+            {},
+            True,
+            ["core_attention not checked with parallel.context = 2"],
+        ),
+        (
+            [MATRICES, LOW, TWO_RANKS, ("parallel.tensor", 2)],
+            {},
+            True,
+            ["transformer_impl not checked with parallel.tensor = 2"],
+        ),
+        ([MATRICES, LOW], EXPERTS, True, ["transformer_impl not checked with the experts of"]),
+        ([ATTENTION, LOW], EXPERTS, True, []),
+        (
+            [ATTENTION, LOW],
+            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+            True,
+            ["core_attention not checked with the sliding windows of"],
+        ),
+    ],
+)
+def test_transformer_engine_is_refused_by_name(
+    make: Callable[..., RunConfig],
+    make_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: list[tuple[str, Any]],
+    model: dict[str, Any],
+    installed: bool,
+    expected: list[str],
+) -> None:
+    found = InstalledKernels(transformer_engine=installed)
+    monkeypatch.setattr("vcpo_megatron.config.checks.engine_layers.find_kernels", lambda: found)
+    lines = problems(make(*changes, ("model.path", make_model(**model))))
+    told = [line for line in lines if '= "transformer_engine": ' in line]
+    for line, part in zip(told, expected, strict=True):
+        key, text = part.split(" ", 1)
+        assert line.startswith(f'model.{key} = "transformer_engine": {text}')
+
+
+@pytest.mark.parametrize(("engine", "refused"), [("sglang", 1), ("embedded", 0)])
+def test_checksums_of_latent_attention_in_sglang_are_refused(
+    make: Callable[..., RunConfig], make_model: Callable[..., Path], engine: str, refused: int
+) -> None:
+    model = ("model.path", make_model(**{**DEEPSEEK_V3, "rope_parameters": None}))
+    found = problems(make(model, ("rollout.engine", engine), ("rollout.verify_sync", True)))
+    assert sum(problem.startswith("rollout.verify_sync = true: SGLang keeps") for problem in found) == refused, found
+    dense = problems(make(("rollout.engine", engine), ("rollout.verify_sync", True)))
+    assert not [problem for problem in dense if "verify_sync" in problem]
+
+
+def test_heads_and_mlp_are_checked_too(make: Callable[..., RunConfig], make_model: Callable[..., Path]) -> None:
+    odd = ("model.path", make_model(num_attention_heads=3, num_key_value_heads=1, intermediate_size=9, hidden_size=6))
+    found = problems(make(odd, ("parallel.tensor", 2), ("launch.learner_ranks", 2)))
+    assert [problem.split(" of /")[0] for problem in found[:3]] == [
+        "parallel.tensor = 2: does not divide the 3 attention heads",
+        "parallel.tensor = 2: does not divide the 1 key-value heads",
+        "parallel.tensor = 2: does not divide the 9 units of the MLP",
+    ]
+
+
+def test_a_replayed_run_directory_is_accepted(make: Callable[..., RunConfig], tmp_path: Path) -> None:
+    (tmp_path / "rollouts.sqlite").touch()
+    replay = [("rollout.engine", "replay"), ("rollout.replay", tmp_path)]
+    assert problems(make(*replay)) == []
+    # What bounds servers does not bind a run that has none.
+    assert problems(make(*replay, ("rollout.max_running_requests", 1), ("rollout.servers", 99))) == []
+
+
+@pytest.mark.parametrize(("name", "recorded"), [("groups_per_step", 2), ("groups_per_step", 8), ("group_size", 3)])
+def test_a_replay_keeps_the_shape_of_its_batches(
+    make: Callable[..., RunConfig], tmp_path: Path, name: str, recorded: int
+) -> None:
+    (tmp_path / "rollouts.sqlite").touch()
+    replay = [("rollout.engine", "replay"), ("rollout.replay", tmp_path)]
+    sizes = {"groups_per_step": 4, "group_size": 4}
+
+    def record(**changes: int) -> None:
+        lines = [f"{key} = {value}" for key, value in {**sizes, **changes}.items()]
+        # A key that this version does not know: the recorded run may be of another one.
+        (tmp_path / "resolved.toml").write_text("\n".join(["[train]", *lines, "unknown = 1"]))
+
+    record()
+    assert problems(make(*replay)) == []
+    record(**{name: recorded})
+    (problem,) = problems(make(*replay))
+    assert problem == (
+        f"train.{name} = 4: the run recorded in {tmp_path} has {recorded}, and its batches are trained on as they "
+        f"are; set {recorded}"
+    )
+    (tmp_path / "resolved.toml").write_text("[train")
+    (problem,) = problems(make(*replay))
+    assert "resolved.toml" in problem
+
+
+def test_all_are_reported_together(make: Callable[..., RunConfig]) -> None:
+    changes = [
+        change
+        for changes, start, _ in BAD
+        if start
+        in {
+            "parallel.sequence_parallel = true",
+            "train.group_size = 1",
+            "optimizer.warmup_steps = 10",
+            "model.path = /nowhere",
+            "environment.data = /nowhere.jsonl",
+        }
+        for change in changes
+    ]
+    assert len(problems(make(*changes))) == 5
+
+
+def test_proxy_does_not_fill_the_schedule_of_virtual_stages(make: Callable[..., RunConfig]) -> None:
+    stages = (("parallel.pipeline", 2), ("parallel.virtual_pipeline", 2), ("launch.learner_ranks", 2))
+    found = [problems(make(("algorithm.opob_mode", mode), *stages)) for mode in ("proxy", "deferred")]
+    assert [any("multiples of the 2 stages" in line for line in lines) for lines in found] == [True, False]
+
+
+POLICIES = [("train.drop_zero_variance", True), ("staleness.adaptive", True), ("rollout.on_failure", "resample")]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_policies_of_generation_need_a_run_that_generates(
+    make: Callable[..., RunConfig], policy: tuple[str, Any]
+) -> None:
+    assert problems(make(policy)) == []
+    (exact,) = problems(make(policy, ("staleness.lag", "exact")))
+    assert exact.startswith(policy[0]) and "fixes its batches" in exact
+    assert any("trains on what was recorded" in line for line in problems(make(policy, ("rollout.engine", "replay"))))
+
+
+@pytest.fixture
+def rollout_python(tmp_path: Path) -> Path:
+    """What a rollout environment looks like from outside: an interpreter, and SGLang's metadata beside it."""
+    site = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
+    (site / "sglang-0.5.23.dist-info").mkdir(parents=True)
+    python = tmp_path / "env" / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to("/bin/sh")
+    return python
+
+
+def test_a_rollout_environment_is_known_by_its_metadata(make: Callable[..., RunConfig], rollout_python: Path) -> None:
+    assert installed_sglang(rollout_python) == "0.5.23"
+    sglang = [("rollout.engine", "sglang"), ("rollout.python", rollout_python)]
+    assert problems(make(*sglang, ("rollout.servers", 2), ("rollout.args", ("--log-level", "warning")))) == []
+    for flag in ("--port", "--tp", "--speculative-algorithm=EAGLE"):
+        (problem,) = problems(make(*sglang, ("rollout.args", (flag, "2"))))
+        assert problem.startswith(f"rollout.args: {flag.split('=')[0]} is not taken: ")
+
+
+def test_packages_that_a_pth_file_adds_count(rollout_python: Path, tmp_path: Path) -> None:
+    site = rollout_python.parent.parent / "lib" / "python3.11" / "site-packages"
+    (site / "sglang-0.5.23.dist-info").rename(tmp_path / "sglang-0.5.24.dist-info")
+    assert installed_sglang(rollout_python) is None
+    (site / "more.pth").write_text(f"import os\n/nowhere\n{tmp_path}\n")
+    assert installed_sglang(rollout_python) == "0.5.24"
+
+
+def test_joined_servers_need_no_interpreter(make: Callable[..., RunConfig]) -> None:
+    joined = make(("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:30000", "http://b:30000/")))
+    assert problems(joined) == [] and (joined.rollout.started, joined.rollout.fleet_size) == (0, 2)
+
+
+def test_a_router_stands_in_front_of_joined_servers_alone(
+    make: Callable[..., RunConfig], make_model: Callable[..., Path], rollout_python: Path
+) -> None:
+    assert problems(make(*ROUTED)) == [] == problems(make(*ROUTED, ("rollout.pause_mode", "abort")))
+    started = [("rollout.engine", "sglang"), ("rollout.python", rollout_python), ("rollout.router", "http://r:1")]
+    (problem,) = problems(make(*started))
+    assert problem.startswith('rollout.router = "http://r:1": needs rollout.addresses')
+    experts = ("model.path", make_model(**EXPERTS)), ("rollout.routing_replay", True)
+    found = [problem for problem in problems(make(*ROUTED, *experts)) if problem.startswith("rollout.router")]
+    assert len(found) == 1 and "drops return_routed_experts, which rollout.routing_replay = true needs" in found[0]

@@ -1,0 +1,108 @@
+"""Norms by Gram matrices against formed gradients, for every length class, and what a mode keeps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vcpo_megatron.learner.gradients import weight_gradients
+from vcpo_megatron.learner.gradients.pack_scores import Coefficients, PackScores, TokenRows, Tokens
+from vcpo_megatron.learner.gradients.weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly
+
+LENGTHS = (1, 3, 3, 40, 70, 300, 2)
+R = [0.5, -1.0, 0.0, 2.0, 1.0, -0.25, 3.0]
+Q = [1.0, 2.0, 0.5, 1.0, 1.0, 0.125, 8.0]
+
+
+def scores_of(lengths: tuple[int, ...], padding: int = 0) -> tuple[PackScores, Tokens]:
+    n = len(lengths)
+    ids = torch.repeat_interleave(torch.arange(n + 1), torch.tensor([*lengths, padding]))
+    scores = PackScores(SimpleNamespace(step_rows=range(n), rows=range(n), offset=0, tokens=ids), SimpleNamespace())
+    scores.coefficients = Coefficients(torch.tensor(R[:n]).double(), torch.tensor(Q[:n]).double())
+    return scores, Tokens(TokenRows(ids, n, list(lengths)), None)
+
+
+@pytest.mark.parametrize("mode", ["accumulate", "accumulate shared", "deferred", "norms"])
+@pytest.mark.parametrize(("d_in", "d_out"), [(160, 128), (8, 4)])  # all kinds of norms; all explicit but the shortest
+@pytest.mark.parametrize("padding", [0, 5])
+def test_every_way_gives_the_same(
+    mode: str, d_in: int, d_out: int, padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_gradients, "GRAM_BLOCK_CPU", 32)
+    monkeypatch.setattr(weight_gradients, "PASS_FLOPS_CPU", 40)
+    monkeypatch.setattr(weight_gradients, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(weight_gradients, "BLOCK_ROWS", 48)
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(d_out, d_in))
+    parameter.main_grad = torch.ones(d_out, d_in)
+    scores, tokens = scores_of(LENGTHS, padding)
+    total = sum(LENGTHS) + padding
+    inputs, grads = torch.randn(total, d_in), torch.randn(total, d_out)
+    cuts = [tokens.local.rows(i) for i in range(7)]
+    parts = [grads[cut].double().t() @ inputs[cut].double() for cut in cuts]
+    scores.accumulator = Accumulator.zeros({"w": parameter}, torch.float32)
+    r = R
+    if mode == "accumulate shared":  # two rewards: r_i / q_i is one of two numbers
+        r = [q * (0.75 if i % 2 else -1.25) for i, q in enumerate(Q)]
+        scores.coefficients = Coefficients(torch.tensor(r).double(), torch.tensor(Q).double())
+        assert scores.coefficients.by_ratio == {-1.25: [0, 2, 4, 6], 0.75: [1, 3, 5]}
+        mode = "accumulate"
+    way = {"accumulate": Accumulate(), "deferred": Deferred(), "norms": NormsOnly()}
+    way[mode].matrix(scores, tokens, "w", parameter, inputs, grads)
+    for apply in scores.kept:
+        apply(torch.tensor(R, dtype=torch.float64))
+    torch.testing.assert_close(scores.owned, torch.stack([w.square().sum() for w in parts]), rtol=2e-6, atol=0)
+    applied = r if mode != "norms" else [0.0] * len(R)
+    expected = sum(r * w for r, w in zip(applied, parts, strict=True))
+    torch.testing.assert_close(parameter.main_grad.double(), 1 + expected, rtol=1e-4, atol=1e-3)
+    if mode == "accumulate":
+        sums = sum(q * w for q, w in zip(Q, parts, strict=True))
+        torch.testing.assert_close(scores.accumulator["w"].double(), sums, rtol=1e-4, atol=2e-3)
+
+
+def test_ratios_of_trajectories() -> None:
+    r, q = torch.tensor([1.0, 0.0, 3.0, 0.0]).double(), torch.tensor([2.0, 0.0, 6.0, 5.0]).double()
+    assert Coefficients(r, q).by_ratio == {0.5: [0, 2], 0.0: [3]}
+    assert Coefficients(r + 1, q).by_ratio is None  # an anchor pulls on a trajectory of weight 0
+
+
+def test_bf16_accumulators_know_their_error() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4, 8))
+    parameter.main_grad = torch.zeros(4, 8)
+    accumulator = Accumulator.zeros({"w": parameter, "v": torch.nn.Parameter(torch.zeros(4))}, torch.bfloat16)
+    assert accumulator["w"].dtype is torch.bfloat16 and list(accumulator.probe) == ["w"]
+    accumulator["w"][0] = 1.0
+    accumulator.probe["w"].fill_(1.01)
+    error, size = accumulator.squared_error()
+    assert error == pytest.approx(8 * 1e-4, rel=1e-3) and size == pytest.approx(8 * 1.01**2, rel=1e-5)
+
+
+def test_the_smaller_one_is_kept() -> None:
+    """70 tokens against a crossover of 71, 300 tokens beyond it: W_i in place of inputs and output gradients."""
+    parameter = torch.nn.Parameter(torch.zeros(128, 160))
+    parameter.main_grad = torch.zeros(128, 160)
+    assert weight_gradients.crossover(160, 128) == 71
+    scores, tokens = scores_of((70, 300))
+    Deferred().matrix(scores, tokens, "w", parameter, torch.randn(370, 160), torch.randn(370, 128))
+    kept = [cell.cell_contents for apply in scores.kept for cell in apply.__closure__]
+    shapes = {tuple(x.shape) for x in kept if isinstance(x, torch.Tensor)} - {(128, 160)}
+    assert len(scores.kept) == 2 and shapes == {(70, 160), (70, 128), (70,)}
+
+
+def test_a_sum_that_vanishes_in_fp32_carries_nothing_else() -> None:
+    """The anchor gives r to a trajectory of weight exp(-100): with its S_g, 0 in fp32, r's gradient would be lost."""
+    anchored, small = (torch.full((4,), value, dtype=torch.float64) for value in (0.5, 1e-44))
+    assert Coefficients(anchored, small).by_ratio is None
+    assert Coefficients(anchored, small * 1e44).by_ratio == {0.5: [0, 1, 2, 3]}
+    assert Coefficients(torch.zeros_like(small), small).by_ratio == {0.0: [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1e39, float("inf")), (-1e39, float("-inf")), (3.4e38, 3.4e38), (-0.5, -0.5), (float("inf"), float("inf"))],
+)
+def test_a_factor_beyond_fp32_is_infinite(value: float, expected: float) -> None:
+    assert weight_gradients.fp32_scalar(value) == expected
+    torch.zeros(1).add_(torch.ones(1), alpha=weight_gradients.fp32_scalar(value))  # torch takes it

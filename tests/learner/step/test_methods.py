@@ -1,0 +1,296 @@
+"""Modes, methods, normalisations and regularisers of the learner against fp64 gradients, in several layouts.
+
+Cases that share a world size share one launch, which stays up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.slow import Made, matrix
+from vcpo_megatron.config.methods import METHODS
+from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.types import Batch
+
+from ..oracles import OBJECTIVES, WHOLE_BATCH, Policy, sequence_weighted
+from ..scenarios import make_batch, make_config, make_model_folder
+from ..world import run_world
+
+RULES = ("sequence_token_mean", "token_mean", "sequence_token_sum", "constant")
+
+
+@dataclass
+class Case:
+    """One step: its layout and keys, and how its oracle is formed."""
+
+    ranks: int
+    algorithm: dict[str, Any]
+    parallel: dict[str, int] = field(default_factory=dict)
+    pack: int = 40
+    family: str = "qwen2"
+    tied: bool = False
+    far: bool = False  # log ratios that close clips
+    binary: bool = False  # rewards 0 and 1: trajectories that share a reward share a weight gradient
+    anchor: float = 0.0  # in the second of two steps on one batch, at a learning rate that moves nothing
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "single": (1, {}),
+    "tp2": (2, {"tensor": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "dp2": (2, {}),
+}
+#: ranks -> layouts of the estimate of norms from logits
+PROXY: dict[int, list[dict[str, int]]] = {1: [{}], 2: [{"tensor": 2}, {"pipeline": 2}, {}, {"context": 2}]}
+CASES: dict[str, Case] = {}
+for _mode in ("deferred", "two_pass"):
+    for _layout, (_ranks, _parallel) in LAYOUTS.items():
+        CASES[f"{_mode} {_layout}"] = Case(_ranks, {"opob_mode": _mode}, _parallel)
+    CASES[f"{_mode} leave-one-out"] = Case(1, {"opob_mode": _mode, "baseline": "opob_leave_one_out"}, pack=30)
+    CASES[f"{_mode} tied qk-norm"] = Case(1, {"opob_mode": _mode}, family="qwen3", tied=True)
+    CASES[f"{_mode} whole groups"] = Case(1, {"opob_mode": _mode}, pack=1000)
+    CASES[f"{_mode} token weights"] = Case(1, {"opob_mode": _mode, "is_level": "token"})
+CASES["deferred leave-one-out pp2"] = Case(
+    2, {"opob_mode": "deferred", "baseline": "opob_leave_one_out"}, {"pipeline": 2}
+)
+CASES["accumulate token weights"] = Case(1, {"is_level": "token"}, pack=1000)
+for _layout, (_ranks, _parallel) in LAYOUTS.items():
+    CASES[f"right or wrong {_layout}"] = Case(_ranks, {}, _parallel, pack=1000, binary=True)
+CASES["pp2 one accumulator"] = Case(2, {"opob_accumulators": 1}, {"pipeline": 2})
+CASES["right or wrong deferred"] = Case(1, {"opob_mode": "deferred"}, pack=1000, binary=True)
+for _layout in ("single", "pp2"):
+    CASES[f"vcpo_opob_only {_layout}"] = Case(LAYOUTS[_layout][0], {"method": "vcpo_opob_only"}, LAYOUTS[_layout][1])
+for _name, _ranks, _keys, _parallel in (
+    ("", 1, {}, {}),
+    ("right or wrong ", 1, {}, {}),
+    ("vcpo_ess_only ", 1, {"method": "vcpo_ess_only"}, {}),
+    ("tp2 ", 2, {}, {"tensor": 2}),
+    ("pp2 ", 2, {}, {"pipeline": 2}),
+    ("right or wrong dp2 ", 2, {}, {}),
+    ("cp2 ", 2, {}, {"context": 2}),
+    ("two_pass dp2 ", 2, {"opob_mode": "two_pass"}, {}),
+    ("right or wrong deferred pp2 ", 2, {"opob_mode": "deferred"}, {"pipeline": 2}),
+):
+    CASES[f"{_name}anchored"] = Case(_ranks, _keys, _parallel, pack=1000, binary=_name.startswith("right"), anchor=0.5)
+for _rule in RULES:
+    CASES[f"{_rule} opob"] = Case(1, {"loss_normalization": _rule}, pack=30)
+    CASES[f"{_rule} opob whole groups dp2"] = Case(2, {"loss_normalization": _rule}, pack=1000)
+    CASES[f"{_rule} plain dp2"] = Case(2, {"loss_normalization": _rule, "method": "tis_sequence"}, pack=30)
+for _method in OBJECTIVES:
+    CASES[_method] = Case(1, {"method": _method, "allow_uncorrected": True}, far=True)
+for _method, _layout in (("m2po", "pp2"), ("p3o", "dp2"), ("p3o", "pp2"), ("gspo", "tp2"), ("mu_grpo", "dp2")):
+    CASES[f"{_method} {_layout}"] = Case(LAYOUTS[_layout][0], {"method": _method}, LAYOUTS[_layout][1], far=True)
+
+
+def _oracle(case: Case, model: Path, batch: Batch, config: RunConfig) -> tuple[dict[str, torch.Tensor], Policy]:
+    policy = Policy(model, batch)
+    row = config.algorithm.row
+    policy.normalize(row.loss_normalization)
+    if row.needs_norms:
+        sequence = row.is_level == "sequence"
+        policy.opob(row.baseline == "opob_leave_one_out", sequence)
+        objective = sequence_weighted if sequence else OBJECTIVES["tis_token"][3](policy.samples)
+    else:
+        baseline, std, rule, form = OBJECTIVES[config.algorithm.method]
+        policy.normalize(case.algorithm.get("loss_normalization", rule))
+        policy.advantages(baseline, std)
+        objective = form(policy.samples)
+    loss = policy.loss(objective, whole_batch=config.algorithm.method in WHOLE_BATCH)
+    if case.anchor:
+        loss = loss + case.anchor * (1 - policy.ess()) * policy.loss(lambda s: s.logp)
+    return policy.gradient(loss), policy
+
+
+#: Each mode, method and normalisation once, in the layouts that share the least; the other rows are slow.
+DEFAULT = (
+    "deferred single",
+    "deferred pp2",
+    "two_pass tp2",
+    "deferred leave-one-out",
+    "accumulate token weights",
+    "right or wrong dp2",
+    "pp2 one accumulator",
+    "vcpo_opob_only single",
+    "vcpo_ess_only anchored",
+    "tp2 anchored",
+    "token_mean opob",
+    "sequence_token_sum opob whole groups dp2",
+    "constant plain dp2",
+    *OBJECTIVES,
+    "m2po pp2",
+    "p3o dp2",
+    "gspo tp2",
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
+    root = tmp_path_factory.mktemp("models")
+    return Made(lambda kind: make_model_folder(root / f"{kind[0]}{kind[1]}", kind[0], tied=kind[1], layers=2))
+
+
+@pytest.fixture(scope="module")
+def batches(models: dict[tuple[str, bool], Path]) -> dict[tuple[tuple[str, bool], bool, bool], Batch]:
+    """By kind of model, whether log ratios are far, and whether rewards are 0 and 1."""
+    return Made(lambda key: make_batch(models[key[0]], spread=6.0 if key[1] else 0.4, right_or_wrong=key[2]))
+
+
+def assert_gradients(outcome: dict[str, Any], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    largest = max(float(g.abs().max()) for g in expected.values())
+    assert largest > 0
+    for key, gradient in outcome["gradients"].items():
+        difference = float((gradient.double() - expected[key]).abs().max())
+        assert difference <= tolerance * largest, f"{key}: {difference / largest:.2e} of the largest gradient"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", matrix(CASES, DEFAULT))
+def test_gradient_equals_the_oracle(name: str, models: dict[tuple[str, bool], Path], batches: dict[Any, Batch]) -> None:
+    case = CASES[name]
+    model, batch = models[case.family, case.tied], batches[(case.family, case.tied), case.far, case.binary]
+    config = make_config(
+        model,
+        case.ranks,
+        parallel=case.parallel,
+        train={"max_pack_tokens": case.pack},
+        algorithm={**case.algorithm, "behavior_anchor": case.anchor},
+        optimizer={"lr": 1e-30} if case.anchor else {},
+    )
+    cases = [(config, [batch] * (2 if case.anchor else 1))]
+    (outcome,) = run_world(case.ranks, "learner.run_layouts:one_step_each", {"cases": cases})
+    expected, policy = _oracle(case, model, batch, config)
+    assert not outcome["results"][-1].skipped
+    assert_gradients(outcome, expected)
+    metrics = outcome["results"][-1].metrics
+    total = sum(float((g**2).sum()) for g in expected.values()) ** 0.5
+    if config.algorithm.row.needs_norms:
+        assert float(outcome["accumulators"]) == (0 if config.algorithm.opob_mode != "accumulate" else 1)
+    assert metrics["grad_norm/total"] == pytest.approx(total, rel=1e-5)
+    assert metrics["baseline/accumulator_error"] == 0 and metrics["kl/reference"] == 0
+    scale = metrics["ess/ratio"] ** 0.5 if config.algorithm.row.ess_scaling else 1.0
+    assert metrics["ess/ratio"] == pytest.approx(policy.ess(), rel=1e-5) and metrics["ess/ratio"] < 0.95
+    assert metrics["lr/effective"] / config.optimizer.lr == pytest.approx(scale)
+
+
+def test_every_row_is_held_to_an_oracle() -> None:
+    """A method is one row and one entry of ``OBJECTIVES``, or a case of its own where norms make the baseline."""
+    held = {case.algorithm.get("method", "vcpo") for case in CASES.values()}
+    assert set(METHODS) == held
+    assert {name for name, row in METHODS.items() if not row.needs_norms} == set(OBJECTIVES)
+
+
+def test_right_or_wrong_answers_share_a_product(models: dict[tuple[str, bool], Path]) -> None:
+    """The cases above take the path of shared rewards: in a pack of four, two ratios at most."""
+    from vcpo_megatron.learner.gradients.pack_scores import Coefficients
+
+    for group in make_batch(models["qwen2", False], right_or_wrong=True).groups:
+        rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
+        weights = torch.tensor([0.5, 1.7, 2.0, 8.0], dtype=torch.float64)
+        classes = Coefficients(weights * (rewards - rewards.mean()), weights).by_ratio
+        assert classes is not None and len(classes) <= 2
+
+
+def test_the_far_batch_closes_clips(models: dict[tuple[str, bool], Path]) -> None:
+    """Otherwise the methods above would not differ, and the comparison would show little."""
+    model = models["qwen2", False]
+    policy = Policy(model, make_batch(model, spread=6.0))
+    ratios = torch.cat([(s.logp - s.mu).detach().exp() for s in policy.samples])
+    for low, high in ((0.8, 1.2), (0.5, 5.0), (0.2, 8.0)):
+        outside = int(((ratios < low) | (ratios > high)).sum())
+        assert 0 < outside < len(ratios)
+
+
+@pytest.mark.timeout(900)
+def test_regularizers_accumulators_and_proxy(models: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
+    """KL to other weights and entropy equal autograd's and are in no norm; bf16 sums say their error."""
+    model, other = models["qwen2", False], make_model_folder(tmp_path / "other", layers=2)
+    with torch.no_grad():  # the reference: the same model, moved
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(other / "model.safetensors")
+        generator = torch.Generator().manual_seed(1)
+        moved = {k: v + 0.02 * torch.randn(v.shape, generator=generator) for k, v in weights.items()}
+        save_file(moved, other / "model.safetensors", metadata={"format": "pt"})
+    batch = make_batch(model)
+    terms = {"kl_coef": 0.3, "kl_reference": "initial", "entropy_coef": 0.2}
+    layouts = [("accumulate", *LAYOUTS[n]) for n in ("single", "tp2", "pp2", "dp2")]
+    layouts += [("accumulate", 2, {"context": 2})]
+    layouts += [
+        ("deferred", *LAYOUTS["single"]),
+        ("two_pass", *LAYOUTS["pp2"]),
+        ("plain", *LAYOUTS["single"]),
+        ("plain", *LAYOUTS["pp2"]),
+    ]
+    policy, reference = Policy(model, batch), Policy(other, batch)
+    policy.normalize("sequence_token_mean")
+    norms = policy.opob()
+    kl = torch.stack(
+        [
+            s.coefficient * ((r.logp.detach() - s.logp).exp() - (r.logp.detach() - s.logp) - 1).sum()
+            for s, r in zip(policy.samples, reference.samples, strict=True)
+        ]
+    ).sum()
+    entropy = torch.stack([s.coefficient * s.entropy.sum() for s in policy.samples]).sum()
+    exact = policy.gradient(policy.loss(sequence_weighted) + 0.3 * kl - 0.2 * entropy)
+    alone = policy.gradient(policy.loss(sequence_weighted))
+    policy.advantages("group_mean", True)
+    plain = policy.gradient(policy.loss(sequence_weighted) + 0.3 * kl - 0.2 * entropy)
+    for ranks in (1, 2):
+        mine = [(mode, parallel) for mode, size, parallel in layouts if size == ranks]
+        cases = []
+        for mode, parallel in mine:
+            algorithm = terms | ({"method": "vcpo_ess_only"} if mode == "plain" else {"opob_mode": mode})
+            cases.append((make_config(other, ranks, parallel=parallel, algorithm=algorithm), model, [batch]))
+        others = [({"opob_mode": "proxy"}, parallel) for parallel in PROXY[ranks]]
+        others += [({"opob_accumulator_dtype": "bfloat16"}, {})] if ranks == 1 else []
+        cases += [
+            (make_config(model, ranks, parallel=parallel, algorithm=algorithm), model, [batch])
+            for algorithm, parallel in others
+        ]
+        results = run_world(ranks, "learner.run_layouts:steps_from_other_weights", {"cases": cases}, timeout_s=400)
+        for (mode, _), outcome in zip(mine, results, strict=False):
+            assert_gradients(outcome, plain if mode == "plain" else exact)
+            metrics = outcome["results"][-1].metrics
+            tokens = sum(len(s.logp) for s in policy.samples)
+            k3 = sum(
+                float(((r.logp - s.logp).exp() - (r.logp - s.logp) - 1).detach().sum())
+                for s, r in zip(policy.samples, reference.samples, strict=True)
+            )
+            assert metrics["kl/reference"] == pytest.approx(k3 / tokens, rel=1e-3)
+            if mode != "plain":
+                found = outcome["results"][-1].trajectories
+                for row, norm in zip(found, norms, strict=True):
+                    assert row.grad_norm != row.grad_norm or row.grad_norm == pytest.approx(norm, rel=5e-6)
+        for outcome in results[len(mine) : len(mine) + len(PROXY[ranks])]:
+            _check_proxy(policy, outcome)
+        if ranks == 1:
+            error = results[-1]["results"][-1].metrics["baseline/accumulator_error"]
+            assert 1e-4 < error < 2e-2
+            assert_gradients(results[-1], alone, tolerance=1e-2)
+
+
+def _check_proxy(policy: Policy, outcome: dict[str, Any]) -> None:
+    """Baselines from sum_t |onehot - p|^2 / T^2, formed here from plain softmaxes; the gradient that goes with them."""
+    rows = outcome["results"][-1].trajectories
+    assert all(row.grad_norm != row.grad_norm for row in rows)  # no exact norm is claimed
+    for group, first in zip(policy.groups(), range(0, 16, 4), strict=True):
+        rewards = torch.tensor([s.reward for s in group], dtype=torch.float64)
+        if len(set(rewards.tolist())) == 1:
+            continue
+        shares = [
+            float(2 * (s.logp - s.mu).sum().detach()) + float((s.coefficient**2 * s.score_squares.sum()).log())
+            for s in group
+        ]
+        b = float((torch.softmax(torch.tensor(shares, dtype=torch.float64), 0) * rewards).sum())
+        for row in rows[first : first + 4]:
+            assert row.baseline == pytest.approx(b, abs=2e-5)
+        std = float(np.std([s.reward for s in group]))
+        for s in group:
+            s.advantage = (s.reward - b) / std
+    assert_gradients(outcome, policy.gradient(policy.loss(sequence_weighted)))

@@ -1,0 +1,305 @@
+"""Failed trajectories in a run, replaced or dropped; prompts set aside; groups of equal rewards; a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.orchestrator.fake_run import FakeEnvironment, FakeEpisode, FakeRun, config
+from vcpo_megatron.environments.base import Example, Outcome
+from vcpo_megatron.orchestrator.modes.failures import FailureWindow, PromptFailures
+from vcpo_megatron.orchestrator.store.store import RolloutStore, StoreFullError
+from vcpo_megatron.run.tasks import RunError
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def states(run_dir: Path) -> Counter[tuple[str, str, str]]:
+    """(prompt, state, reason) of every trajectory."""
+    with closing(sqlite3.connect(run_dir / "rollouts.sqlite")) as connection:
+        return Counter(
+            connection.execute(
+                "SELECT prompt_id, t.state, t.reason FROM trajectories t JOIN groups g USING (group_id)"
+            ).fetchall()
+        )
+
+
+def trained(run: FakeRun) -> list[str]:
+    return sorted(group.prompt_id for batch in run.learner.batches for group in batch.groups)
+
+
+class FailsFirst:
+    """``fails``: the first ``times`` steps on the prompt of ``index`` fail."""
+
+    def __init__(self, index: int, times: int) -> None:
+        self.index, self.left = index, times
+
+    def __call__(self, example: Any) -> bool:
+        if example.data["index"] != self.index or self.left == 0:
+            return False
+        self.left -= 1
+        return True
+
+
+def test_a_failed_member_is_replaced_by_another_sample(tmp_path: Path) -> None:
+    cfg = config(rollout={"on_failure": "resample"})
+    run = FakeRun(tmp_path, cfg, environment=FakeEnvironment(fails=FailsFirst(3, 2)))
+    assert run.run() == "run ended"
+    assert trained(run) == sorted(f"train-{i}" for i in range(12))
+    found = {key[1:]: count for key, count in states(tmp_path).items() if key[0] == "train-3"}
+    assert found.pop(("trained", "")) == 2 and sum(found.values()) == 2
+    assert all(state == "failed" and "the judge is down" in reason for state, reason in found)
+    (group,) = [g for b in run.learner.batches for g in b.groups if g.prompt_id == "train-3"]
+    assert len({t.sample_index for t in group.trajectories}) == 2
+    assert max(t.sample_index for t in group.trajectories) >= 2  # a new sample, not the failed one's number
+    row = run.rows()[-1]
+    assert row["rollouts/generated"] == 24 + 2 and row["rollouts/failed"] == 2 and row["rollouts/dropped"] == 0
+
+
+def test_a_dropped_group_is_sampled_again(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(), environment=FakeEnvironment(fails=FailsFirst(3, 2)))
+    assert run.run() == "run ended"
+    assert trained(run) == sorted(f"train-{i}" for i in range(12))
+    row = run.rows()[-1]
+    assert row["rollouts/failed"] == row["rollouts/dropped"] == 2 and row["rollouts/trained"] == 24
+
+
+@pytest.mark.parametrize("policy", ["drop", "resample"])
+def test_a_poisoned_prompt_is_set_aside_by_name(
+    tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = FakeEnvironment(fails=lambda example: example.data["index"] == 3)
+    cfg = config(rollout={"on_failure": policy, "max_prompt_failures": 3})
+    run = FakeRun(tmp_path, cfg, environment=environment)
+    assert run.run() == "run ended"
+    assert trained(run) == sorted(f"train-{i}" for i in range(13) if i != 3)  # the next prompt took its place
+    said = capsys.readouterr().out
+    assert said.count("prompt train-3 is set aside after 3 failures, the last: environment fake") == 1
+    failed = Counter({key[0]: n for key, n in states(tmp_path).items() if key[1] == "failed"})
+    assert failed.keys() == {"train-3"}
+    assert run.rows()[-1]["rollouts/failed"] == 3
+
+
+def test_a_prompt_stays_set_aside_after_a_resume() -> None:
+    prompts = PromptFailures(2, {"a": 2, "b": 1})
+    assert prompts.is_set_aside("a") and not prompts.is_set_aside("b")
+    assert not prompts.failure("b", ValueError("x")) and prompts.failure("c", ValueError("x"))
+    assert prompts.set_aside == ["a", "b"]
+
+
+def test_the_window_counts_failures_among_outcomes() -> None:
+    window = FailureWindow(10, 0.5)
+    for group in range(20):  # half of the outcomes: not too many
+        window.success(group)
+        window.failure(ValueError("common"))
+    with pytest.raises(RunError, match=r"^6 of the last 10 outcomes are failures .*ratio = 0.5.*, 5 of them: common"):
+        window.failure(ValueError("rare"))
+
+
+def failing(window: FailureWindow, groups: Iterable[int], says: str = "gone {}") -> int:
+    """How many of ``groups``, which fail in this order, it takes to end the run; all of them: it goes on."""
+    for number, group in enumerate(groups, 1):
+        try:
+            window.failure(ValueError(says.format(group)), group)
+        except RunError as error:
+            assert "groups in a row, in order of admission, have failed" in str(error)
+            return number
+    return 0
+
+
+def admitting(*groups: int, ratio: float = 0.5) -> FailureWindow:
+    window = FailureWindow(1000, ratio)
+    for group in groups:
+        window.admitted(group)
+    return window
+
+
+def test_so_many_groups_in_a_row_end_a_run_whatever_the_window_early_and_late() -> None:
+    assert failing(admitting(*range(30)), range(30)) == 20
+    late = admitting(*range(130))
+    for group in range(100):
+        late.success(group)
+    assert failing(late, range(100, 130)) == 20
+    # 0.9 ^ 132 is the first power below one in a million
+    assert failing(admitting(*range(200), ratio=0.9), range(200)) == 132
+    assert failing(admitting(*range(200), ratio=0.01), range(200)) == 20
+    window = admitting(*range(21))
+    window.success(0)
+    window.failure(ValueError("other"))  # of a group that goes on
+    with pytest.raises(RunError) as caught:
+        for group in range(1, 21):
+            window.failure(ValueError(f"gone -{group}.5" if group < 20 else "gone -7.5"), group)
+    assert str(caught.value) == (
+        "20 groups in a row, in order of admission, have failed, and 21 of the last 22 outcomes are failures "
+        "(rollout.max_failure_ratio = 0.5), 20 of them: gone -7.5"
+    )
+
+
+def test_what_counts_is_the_order_of_admission() -> None:
+    """Quick failures of other groups come before a slow success: they end nothing."""
+    window = admitting(*range(150))
+    assert failing(window, [*range(100, 119), *range(1, 100)]) == 0  # group 0 has not ended
+    window.success(0)
+    slow = admitting(*range(60))
+    assert failing(slow, [g for g in range(60) if g % 15]) == 0
+    for group in (0, 15, 30, 45):
+        slow.success(group)
+    assert failing(slow, range(100, 119)) == 0  # never admitted here: of the attempt before
+
+
+def test_a_group_that_is_dropped_holds_nothing_up() -> None:
+    window = admitting(*range(30))
+    assert failing(window, range(1, 25)) == 0
+    window.dropped(0)
+    assert failing(window, [25]) == 1  # 25 in a row by now
+    for group in (26, 27):
+        window.dropped(group)
+    window.success(28)
+    assert failing(window, [29]) == 0
+
+
+@pytest.mark.parametrize("policy", ["drop", "resample"])
+def test_a_policy_that_has_diverged_ends_the_run_soon(tmp_path: Path, policy: str) -> None:
+    cfg = config(
+        train={"steps": 500, "groups_per_step": 8}, staleness={"max_staleness": 16}, rollout={"on_failure": policy}
+    )
+    run = FakeRun(tmp_path, cfg, environment=FakeEnvironment(fails=lambda example: True))
+    with pytest.raises(RunError, match="^20 groups in a row, in order of admission, have failed.*the judge is down"):
+        run.run()
+    failed = sum(count for key, count in states(tmp_path).items() if key[1] == "failed")
+    # Which groups have failed by then is a matter of timing; the window alone takes 1,360 failures.
+    assert failed < 1360 / 2
+
+
+@pytest.mark.parametrize(("reward", "info"), [(float("nan"), {}), (float("inf"), {}), (1.0, {"x": "text"})])
+def test_what_cannot_be_trained_on_is_a_counted_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, info: dict[str, Any]
+) -> None:
+    whole = FakeEpisode.step
+
+    async def step(self: Any, action: Any) -> Any:
+        outcome = await whole(self, action)
+        return Outcome(reward, info) if self._example.data["index"] == 2 else outcome
+
+    monkeypatch.setattr(FakeEpisode, "step", step)
+    run = FakeRun(tmp_path, config())
+    assert run.run() == "run ended"
+    assert run.rows()[-1]["rollouts/failed"] == 3 and "train-2" not in trained(run)
+
+
+def test_groups_of_equal_rewards_are_replaced_by_choice(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(train={"drop_zero_variance": True, "steps": 8}))
+    assert run.run() == "run ended"
+    for batch in run.learner.batches:
+        assert all(len({t.reward for t in group.trajectories}) == 2 for group in batch.groups)
+    with RolloutStore.open_readonly(tmp_path / "rollouts.sqlite") as store:
+        reasons = store.reasons()
+        counts = store.counts()
+    assert reasons["dropped: zero variance"] > 0
+    assert counts.trained == 8 * 4 and set(reasons) <= {"dropped: zero variance", "dropped: run ended"}
+    assert max(run.staleness()) <= 1
+
+
+def test_nothing_but_equal_rewards_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def step(self: Any, action: Any) -> Any:
+        return Outcome(1.0)
+
+    monkeypatch.setattr(FakeEpisode, "step", step)
+    run = FakeRun(tmp_path, config(train={"drop_zero_variance": True}))
+    with pytest.raises(RunError, match=r"10\d groups in a row had equal rewards"):
+        run.run()
+
+
+# --- a full disk ------------------------------------------------------------------------------
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, pages: int) -> dict[str, Any]:
+    """The run's store may not grow by more than ``pages``; SQLite then says that its disk is full."""
+    made: dict[str, Any] = {}
+
+    class Limited(RolloutStore):
+        def __init__(self, path: Path, *, create: bool = True) -> None:
+            super().__init__(path, create=create)
+            now = self._connection.execute("PRAGMA page_count").fetchone()[0]
+            self._connection.execute(f"PRAGMA max_page_count = {now + pages}")
+            made["store"] = self
+
+    monkeypatch.setattr("vcpo_megatron.orchestrator.controller.RolloutStore", Limited)
+    return made
+
+
+def test_a_full_disk_pauses_generation_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = limited(monkeypatch, 0)
+    admitted: list[int] = []
+    paused: list[int] = []
+
+    class Environment(FakeEnvironment):
+        def train_example(self, index: int) -> Example:
+            admitted.append(index)
+            return super().train_example(index)
+
+    async def free(run: FakeRun, controller: Any) -> None:
+        controller._recorder._retry_s = 0.05
+        while controller._recorder.paused is None:
+            await asyncio.sleep(0.001)
+        paused.append(len(admitted))
+        await asyncio.sleep(0.5)
+        paused.append(len(admitted))
+        made["store"]._connection.execute("PRAGMA max_page_count = 1000000")
+
+    def setup(run: FakeRun) -> None:
+        run.clients[0].latency_s = 0.02  # else all are admitted while a slow disk takes the first ones
+
+    cfg = config(train={"steps": 30}, staleness={"max_staleness": 30}, rollout={"max_running_requests": 4})
+    run = FakeRun(tmp_path, cfg, environment=Environment(), during=free, setup=setup)
+    assert run.run(timeout_s=60) == "run ended"
+    assert paused[0] == paused[1]  # no group was admitted meanwhile, and the bound has room for all
+    said = capsys.readouterr().out
+    assert said.count("generation pauses: rollout store") == 1 and "cannot grow (database or disk is full)" in said
+    assert "the disk takes writes again" in said
+    assert trained(run) == sorted(f"train-{i}" for i in range(60))
+    assert run.rows()[-1]["rollouts/trained"] == 120 and run.rows()[-1]["rollouts/dropped"] == 0
+
+
+def test_a_stop_does_not_wait_for_a_full_disk_and_a_resume_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transactions = 0
+
+    class Full(RolloutStore):
+        @contextmanager
+        def transaction(self) -> Iterator[None]:
+            nonlocal transactions
+            transactions += not self._in_transaction
+            if transactions > 20:
+                raise StoreFullError(f"{self._path} cannot grow; free space on its disk")
+            with super().transaction():
+                yield
+
+    monkeypatch.setattr("vcpo_megatron.orchestrator.controller.RolloutStore", Full)
+
+    async def stop(run: FakeRun, controller: Any) -> None:
+        controller._recorder._retry_s = 0.05
+        while controller._recorder.paused is None:
+            await asyncio.sleep(0.005)
+        controller.request_stop("stopped by signal")
+
+    first = FakeRun(tmp_path, config(train={"steps": 30}, checkpoint={"every": 2}), during=stop)
+    with suppress(StoreFullError):  # raised where the end of the run itself had to write
+        assert first.run(timeout_s=30) == "stopped by signal"
+    assert transactions > 20
+    monkeypatch.undo()
+    steps = first.context.directory.complete_steps()
+    second = FakeRun(tmp_path, config(train={"steps": 30}), attempt=2, resume_step=steps[-1] if steps else None)
+    assert second.run(timeout_s=60) == "run ended"
+    kept = first.learner.batches[: steps[-1] if steps else 0] + second.learner.batches
+    assert sorted(g.prompt_id for b in kept for g in b.groups) == sorted(f"train-{i}" for i in range(60))

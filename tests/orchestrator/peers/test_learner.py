@@ -1,0 +1,47 @@
+"""The orchestrator's end of the control channel: an answer that comes when nobody waits for it any more."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from vcpo_megatron.orchestrator.peers.learner import LearnerLink
+from vcpo_megatron.transport.messages import ControlError, Message, ProbeResult
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Channel:
+    """A socket whose incoming messages the test puts in."""
+
+    def __init__(self) -> None:
+        self.incoming: asyncio.Queue[Message] = asyncio.Queue()
+
+    async def receive(self) -> Message:
+        return await self.incoming.get()
+
+    async def send(self, message: Message) -> None:
+        pass
+
+
+def test_an_answer_to_a_cancelled_question_is_dropped_once_and_one_to_none_is_an_error() -> None:
+    async def scenario() -> None:
+        channel, answer = Channel(), ProbeResult(np.zeros(1, np.float32))
+        link = LearnerLink(cast(Any, channel), 20.0, on_weights=lambda message: None)
+        receiving = asyncio.create_task(link.receive())
+        asking = asyncio.create_task(link.probe(np.zeros(2, np.int32)))
+        await asyncio.sleep(0)  # it has asked
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+        channel.incoming.put_nowait(answer)
+        await asyncio.wait([receiving], timeout=0.1)
+        assert not receiving.done()
+        channel.incoming.put_nowait(answer)
+        with pytest.raises(ControlError, match="ProbeResult, which nobody asked for"):
+            await asyncio.wait_for(receiving, 10.0)
+
+    asyncio.run(scenario())

@@ -1,0 +1,268 @@
+"""The update protocol to one and several servers: order, refusal, restart, deferral for an evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.orchestrator.fake_run import FakeClient, FakeRun, bucket_texts, config, fake_fleet, weights
+from vcpo_megatron.orchestrator.peers.weight_sync import SyncError, WeightSync
+from vcpo_megatron.rollout.fleet.fleet import Changes, Fleet
+from vcpo_megatron.rollout.fleet.server import Server
+from vcpo_megatron.run.tasks import run_beside
+from vcpo_megatron.transport.messages import WeightsReady
+from vcpo_megatron.types import PolicyVersion
+from vcpo_megatron.weight_sync.update import Updater, Wave, blaming
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class RecordingClient(FakeClient):
+    """Records every call of the protocol."""
+
+    async def pause(self, mode: str) -> None:
+        self.events.append(f"pause {mode}")
+        await super().pause(mode)
+
+    async def resume(self) -> None:
+        self.events.append("resume")
+        await super().resume()
+
+    async def begin_weight_update(self) -> None:
+        self.events.append("begin")
+        await super().begin_weight_update()
+
+    async def update_weights_from_tensor(self, bucket: bytes, version: str, flush_cache: bool = False) -> None:
+        self.events.append(f"bucket {bucket.decode()} {version}")
+        await super().update_weights_from_tensor(bucket, version, flush_cache)
+
+    async def end_weight_update(self) -> None:
+        self.events.append("end")
+        await super().end_weight_update()
+
+
+class Direct:
+    """A courier that has the two buckets of ``weights`` at hand, for one server at a time."""
+
+    session, together = True, False
+
+    async def prepare(self, servers: Sequence[Server]) -> None:
+        pass
+
+    async def send(self, wave: Wave) -> dict[str, str]:
+        (server,) = wave.servers
+        for text in bucket_texts(wave.weights.version):
+            await blaming(wave, server, server.client.update_weights_from_tensor(text, str(wave.weights.version)))
+        return {}
+
+    async def failed(self, reason: str) -> None:
+        pass
+
+    async def release(self, weights: WeightsReady) -> None:
+        pass
+
+
+def version(number: int) -> PolicyVersion:
+    return PolicyVersion(1, number)
+
+
+def with_sync(
+    work: Callable[[Fleet, WeightSync, list[FakeClient]], Coroutine[Any, Any, None]],
+    *,
+    servers: int = 1,
+    pinned: tuple[int, ...] = (),
+    evaluators: int = 1,
+    client: type[FakeClient] = FakeClient,
+    timeout_s: float = 10.0,
+    max_restarts: int = 0,
+    wave: int = 1,
+) -> None:
+    """Run ``work`` beside the sync and the fleet's supervision."""
+
+    async def main() -> None:
+        cfg = config(rollout={"max_restarts": max_restarts})
+        clients = [client(i) for i in range(servers)]
+        fleet = fake_fleet(cfg, Changes(), clients, Path("/nowhere"))
+        sync = WeightSync(
+            fleet,
+            Updater(lambda weights: Direct(), "retract"),
+            wave=wave,
+            timeout_s=timeout_s,
+            evaluators=fleet.servers[:evaluators],
+            is_pinned=lambda number: number in pinned,
+        )
+        fleet.launch()
+        await run_beside(work(fleet, sync, clients), fleet.supervise(), sync.run())
+
+    asyncio.run(asyncio.wait_for(main(), 25))
+
+
+def test_the_calls_come_in_the_order_of_the_protocol() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        sync.offer(weights(version(0)))
+        await sync.all_loaded(0)
+        assert clients[0].events == [
+            "start",
+            "pause retract",
+            "begin",
+            "bucket a1.0 1.0",
+            "bucket b1.0 1.0",
+            "end",
+            "loaded 1.0",
+            "resume",
+        ]
+        assert sync.take_metrics()["time/sync"] > 0 and sync.take_metrics() == {"time/sync": 0.0}
+
+    with_sync(work, client=RecordingClient)
+
+
+def test_versions_that_come_too_fast_are_skipped_not_queued() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        clients[0].latency_s = 0.1
+        sync.offer(weights(version(0)))
+        while clients[0].session is None:
+            await asyncio.sleep(0.001)
+        for number in range(1, 6):
+            sync.offer(weights(version(number)))
+        await sync.all_loaded(5)
+        assert [event for event in clients[0].events if "loaded" in event] == ["loaded 1.0", "loaded 1.5"]
+
+    with_sync(work)
+
+
+def test_a_slow_server_does_not_hold_up_another() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        clients[0].latency_s = 60
+        sync.offer(weights(version(0)))
+        await fleet.changes.until(lambda: fleet.servers[1].serving or None, 5)
+        assert not fleet.servers[0].serving
+        assert fleet.lease(1).server is fleet.servers[1]
+
+    with_sync(work, servers=2)
+
+
+def test_a_refused_update_takes_the_server_out_and_is_tried_once_more() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        sync.offer(weights(version(0)))
+        await sync.all_loaded(0)
+        refusals = iter([True])
+        clients[0].refuses = lambda _: next(refusals, False)
+        states = []
+
+        def note() -> bool | None:
+            states.append((fleet.servers[0].serving, fleet.servers[0].version))
+            return fleet.servers[0].version == version(1) or None
+
+        sync.offer(weights(version(1)))
+        await fleet.changes.until(note, 5)
+        assert (False, None) in states  # no request between the refusal and the full update
+        assert clients[0].version == "1.1" and not clients[0].paused
+
+    with_sync(work)
+
+
+def test_an_update_refused_twice_ends_the_run_naming_the_server() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        clients[1].refuses = lambda asked: asked == "1.0"
+        sync.offer(weights(version(0)))
+        await asyncio.sleep(5)
+
+    with pytest.raises(SyncError, match=r"rollout server 1 refused weights 1.0 twice: .*shape mismatch.*server.1.log"):
+        with_sync(work, servers=2)
+
+
+def test_a_server_that_hangs_in_an_update_ends_the_run_at_the_deadline() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        clients[0].latency_s = 60
+        sync.offer(weights(version(0)))
+        await asyncio.sleep(20)
+
+    with pytest.raises(SyncError, match=r"rollout server 0 did not take weights 1.0 within 0.5 s"):
+        with_sync(work, timeout_s=0.5)
+
+
+def test_a_server_that_hangs_in_an_update_is_replaced_when_it_may_be_restarted() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        clients[0].latency_s = 60
+        sync.offer(weights(version(0)))
+        await fleet.changes.until(lambda: fleet.servers[0].starts == 2 or None, 5)
+        clients[0].latency_s = 0.0
+        await sync.all_loaded(0)
+        assert clients[0].events.count("start") == 2
+
+    with_sync(work, timeout_s=1.0, max_restarts=3)
+
+
+def test_a_server_that_dies_in_an_update_gets_the_newest_version_after_its_restart() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        sync.offer(weights(version(0)))
+        await sync.all_loaded(0)
+        clients[0].latency_s = 0.1
+        sync.offer(weights(version(1)))
+        while clients[0].session is None:
+            await asyncio.sleep(0.001)
+        assert fleet.servers[0].updating
+        clients[0].process.code = -11
+        sync.offer(weights(version(2)))
+        await sync.all_loaded(2)
+        assert [event for event in clients[0].events if event.split()[0] in ("start", "loaded")] == [
+            "start",
+            "loaded 1.0",
+            "start",
+            "loaded 1.2",
+        ]
+
+    with_sync(work, max_restarts=1)
+
+
+def test_updates_of_evaluating_servers_are_deferred_and_made_up_in_full() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        sync.offer(weights(version(0)))
+        await sync.all_loaded(0)
+        sync.offer(weights(version(2)))
+        sync.offer(weights(version(3)))  # the pinned one is not forgotten
+        await sync.pinned_loaded(2)
+        await fleet.changes.until(lambda: fleet.servers[1].version == version(3) or None, 5)
+        sync.offer(weights(version(4)))
+        await fleet.changes.until(lambda: fleet.servers[1].version == version(4) or None, 5)
+        assert fleet.servers[0].version == version(2) and fleet.servers[0].serving
+        sync.unpin()
+        await sync.all_loaded(4)
+        assert clients[0].events == ["start", "loaded 1.0", "loaded 1.2", "loaded 1.4"]
+
+    with_sync(work, servers=2, pinned=(2,))
+
+
+def test_an_evaluating_server_that_dies_comes_back_with_the_pinned_version() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        sync.offer(weights(version(0)))
+        sync.offer(weights(version(1)))
+        await sync.pinned_loaded(0)
+        clients[0].process.code = -9
+        await fleet.changes.until(lambda: fleet.servers[0].starts == 2 or None, 5)
+        await sync.pinned_loaded(0)
+        assert fleet.servers[0].version == version(0)
+
+    with_sync(work, pinned=(0,), max_restarts=1)
+
+
+def test_two_pinned_versions_at_a_time_are_an_error() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        sync.offer(weights(version(0)))
+        with pytest.raises(SyncError, match=r"due at version 1.1 while that of 1.0"):
+            sync.offer(weights(version(1)))
+
+    with_sync(work, pinned=(0, 1))
+
+
+def test_a_run_whose_server_refuses_weights_ends_with_one_line(tmp_path: Path) -> None:
+    def setup(run: FakeRun) -> None:
+        run.clients[0].refuses = lambda asked: asked == "1.2"
+
+    run = FakeRun(tmp_path, config(staleness={"max_staleness": 0}), setup=setup)
+    with pytest.raises(SyncError, match="refused weights 1.2 twice"):
+        run.run()

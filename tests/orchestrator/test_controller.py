@@ -1,0 +1,420 @@
+"""The whole loop in bounded lag, against in-process stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config, stopped_while_it_samples
+from vcpo_megatron.orchestrator.modes.metrics_log import MetricsLog
+from vcpo_megatron.orchestrator.modes.trainer import Trainer
+from vcpo_megatron.orchestrator.peers import servers
+from vcpo_megatron.orchestrator.store.recorder import Recorder
+from vcpo_megatron.orchestrator.store.store import RolloutStore
+from vcpo_megatron.rollout.fleet.fleet import FleetError
+from vcpo_megatron.run.directory import RunDirectory
+from vcpo_megatron.run.tasks import RunError, StopRequest
+from vcpo_megatron.transport.messages import ControlError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def check_counters(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        parts = [row[f"rollouts/{name}"] for name in ("queued", "trained", "dropped", "failed")]
+        assert sum(parts) == row["rollouts/generated"], row
+
+
+@pytest.mark.parametrize("lag", [0, 1, 4])
+def test_a_run_ends_and_never_trains_beyond_the_bound(tmp_path: Path, lag: int) -> None:
+    run = FakeRun(tmp_path, config(staleness={"max_staleness": lag}, train={"steps": 8}))
+    assert run.run() == "run ended"
+    assert run.learner.stopped == "run ended"
+    assert [batch.step for batch in run.learner.batches] == list(range(8))
+    assert max(run.staleness()) <= lag
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(8))
+    assert [row["policy_version"] for row in rows] == list(range(1, 9))
+    check_counters(rows)
+    assert rows[-1]["rollouts/trained"] == 8 * 2 * 2 == rows[-1]["rollouts/generated"]
+    assert rows[-1]["rollouts/queued"] == 0
+    assert all(row["staleness/max"] <= lag for row in rows)
+    assert rows[0]["tokens/trained"] == 2 * 2 * 4 and rows[0]["loss"] == 0.5
+    assert {"time/step", "time/wait_batch", "time/sync", "time/forward_backward"} <= rows[0].keys()
+    assert run.learner.checkpoints == [8]
+    trained = [group.prompt_id for batch in run.learner.batches for group in batch.groups]
+    assert sorted(trained) == sorted(f"train-{i}" for i in range(16))
+
+
+def test_lag_is_used_when_it_is_allowed(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(staleness={"max_staleness": 2}, train={"steps": 10}))
+    run.learner.step_s = 0.05
+    run.run()
+    assert max(run.staleness()) == 2  # generation went on while the learner was busy, up to the bound
+
+
+def test_at_lag_zero_every_token_is_sampled_by_the_version_that_trains(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(staleness={"max_staleness": 0}))
+    run.run()
+    for batch in run.learner.batches:
+        versions = {v.number for g in batch.groups for t in g.trajectories for v in t.versions}
+        assert versions == {batch.step}
+
+
+def test_two_servers_share_the_groups_and_a_group_stays_on_one(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(staleness={"max_staleness": 2}), servers=2)
+    run.run()
+    places: dict[str, set[int]] = {}
+    for client in run.clients:
+        for event in client.events:
+            if event.startswith("generate"):
+                prompt, group, _ = event.split()[1].split("/", 2)
+                places.setdefault(f"{prompt}/{group}", set()).add(client.index)
+    assert all(len(servers) == 1 for servers in places.values())
+    assert {index for servers in places.values() for index in servers} == {0, 1}
+
+
+def test_a_failing_trajectory_is_counted_and_ends_its_group_only(tmp_path: Path) -> None:
+    environment = FakeEnvironment(fails=lambda example: example.data["index"] % 3 == 1)
+    run = FakeRun(tmp_path, config(), environment=environment)
+    assert run.run() == "run ended"
+    rows = run.rows()
+    check_counters(rows)
+    assert rows[-1]["rollouts/failed"] > 0
+    assert rows[-1]["rollouts/failed"] == rows[-1]["rollouts/dropped"]  # groups of two: one fails, one is dropped
+    with RolloutStore.open_readonly(tmp_path / "rollouts.sqlite") as store:
+        reasons = store.reasons()
+    assert any("the judge is down" in reason for reason in reasons), reasons
+
+
+def test_nothing_but_failures_ends_the_run_with_the_commonest(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(train={"steps": 500}), environment=FakeEnvironment(fails=lambda example: True))
+    with pytest.raises(RunError, match="^20 groups in a row, in order of admission, have failed.*the judge is down"):
+        run.run()
+
+
+def test_a_stop_finishes_the_step_and_writes_a_checkpoint(tmp_path: Path) -> None:
+    async def stop(run: FakeRun, controller: Any) -> None:
+        while len(run.learner.batches) < 3:
+            await asyncio.sleep(0.005)
+        controller.request_stop("stopped by signal")
+
+    run = FakeRun(tmp_path, config(train={"steps": 1000}), during=stop)
+    run.learner.step_s = 0.02
+    assert run.run() == "stopped by signal"
+    done = len(run.learner.batches)
+    assert 3 <= done < 1000
+    assert run.learner.checkpoints == [done]
+    assert run.learner.stopped == "stopped by signal"
+    assert [row["step"] for row in run.rows()] == list(range(done))
+    with RolloutStore.open_readonly(tmp_path / "rollouts.sqlite") as store:
+        counts = store.counts()
+    assert counts.queued == 0 and counts.trained == done * 4
+
+
+def test_a_stop_during_the_start_ends_without_a_step(tmp_path: Path) -> None:
+    async def stop(run: FakeRun, controller: Any) -> None:
+        await asyncio.sleep(0.2)
+        controller.request_stop("stopped by signal")
+
+    run = FakeRun(tmp_path, config(), during=stop)
+    run.learner.sends_weights = False
+    assert run.run() == "stopped by signal"
+    assert run.learner.checkpoints == []
+
+
+def test_a_stop_does_not_wait_for_a_slow_environment(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config())
+    assert stopped_while_it_samples(run) < 5.0
+    assert run.environment.closed > 0
+
+
+def test_an_error_of_the_learner_ends_the_run_naming_it(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config())
+    run.learner.error_at = 2
+    with pytest.raises(ControlError, match="learner rank 0: CUDA out of memory"):
+        run.run()
+    assert [row["step"] for row in run.rows()] == [0, 1]
+    assert all(server.process is not None and server.process.poll() is not None for server in run.fleet.servers)
+
+
+def test_a_silent_learner_ends_the_run_at_the_deadline(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(launch={"timeout_s": 1.5}))
+    run.learner.silent_at = 1
+    with pytest.raises(ControlError, match=r"silent for 1.5 s \(launch.timeout_s\) while it owed StepDone"):
+        run.run()
+
+
+def test_a_learner_that_keeps_its_weights_ends_the_run_at_the_deadline(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(launch={"timeout_s": 1.5}))
+    run.learner.sends_weights = False
+    with pytest.raises(ControlError, match="owed the weights"):
+        run.run()
+
+
+def test_a_learner_that_keeps_the_weights_of_a_step_ends_the_run_at_the_deadline(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(launch={"timeout_s": 1.5}, staleness={"max_staleness": 0}))
+
+    def keep(step: int) -> None:
+        run.learner.sends_weights = step < 1
+
+    run.learner.at_step = keep
+    with pytest.raises(ControlError, match="owed the weights of its newest version"):
+        run.run()
+    assert len(run.learner.batches) == 2
+
+
+def test_a_learner_of_another_version_is_refused(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config())
+    run.learner.version = run.learner.version._replace(number=3)
+    with pytest.raises(ControlError, match=r"version 1.3, this attempt starts at 1.0"):
+        run.run()
+
+
+def test_servers_that_disagree_with_the_learner_end_the_run(tmp_path: Path) -> None:
+    def setup(run: FakeRun) -> None:
+        run.clients[1].score_offset = 0.002
+
+    run = FakeRun(tmp_path, config(), servers=2, setup=setup)
+    with pytest.raises(RunError, match=r"rollout server 1 and the learner differ by 0.002"):
+        run.run()
+    assert not any(event.startswith("generate") for client in run.clients for event in client.events)
+
+
+def test_a_skipped_step_counts_and_drops_its_trajectories(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config())
+    run.learner.skips = {2}
+    run.run()
+    rows = run.rows()
+    check_counters(rows)
+    assert [row["step/skipped"] for row in rows] == [0, 0, 1, 0, 0, 0]
+    assert rows[2]["tokens/trained"] == 0 and rows[2]["rollouts/dropped"] == 4
+    assert rows[-1]["rollouts/trained"] == 5 * 4
+
+
+def test_ten_skipped_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
+    """Nine do not, when the tenth is taken; the tenth's row and marks are written before the run ends."""
+    run = FakeRun(tmp_path, config(train={"steps": 40}))
+    run.learner.skips = {*range(2, 11), *range(12, 40)}
+    with pytest.raises(RunError, match=r"^10 steps in a row were skipped, up to step 21 \(non-finite.*--from-step"):
+        run.run()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(22))
+    assert rows[-1]["rollouts/dropped"] >= 19 * 4 and rows[-1]["rollouts/trained"] == 3 * 4
+    assert "10 steps in a row" in run.learner.errors[-1]
+
+
+async def kill_server(run: FakeRun, controller: Any) -> None:
+    while len(run.learner.batches) < 2:
+        await asyncio.sleep(0.005)
+    run.clients[0].process.code = -9
+
+
+def test_a_dead_server_ends_the_run_when_no_restart_is_allowed(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(train={"steps": 1000}), during=kill_server)
+    with pytest.raises(
+        FleetError, match=r"rollout server 0 died \(exit code -9\), see .*server.0.log; rollout.max_restarts is 0"
+    ):
+        run.run()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_dead_server_is_restarted_and_gets_the_weights_before_any_request(tmp_path: Path, servers: int) -> None:
+    cfg = config(train={"steps": 30}, rollout={"max_restarts": 1})
+    run = FakeRun(tmp_path, cfg, during=kill_server, servers=servers)
+    run.learner.step_s = 0.01
+    assert run.run() == "run ended"
+    events = run.clients[0].events
+    again = len(events) - 1 - events[::-1].index("start")
+    assert again > 0
+    after = [event.split()[0] for event in events[again + 1 :]]
+    assert after[0] == "loaded"
+    first = int(events[again + 1].split(".")[1])
+    assert first >= 2  # not the weights of the start
+    assert max(run.staleness()) <= 1
+    rows = run.rows()
+    check_counters(rows)
+    assert rows[-1]["rollouts/failed"] == 0  # its requests were run again
+
+
+def test_a_group_too_old_is_dropped_and_its_prompt_sampled_again(tmp_path: Path) -> None:
+    slow = {"once": True}
+
+    def delay(example: Any) -> float:
+        if example.data["index"] == 1 and slow.pop("once", False):
+            return 30.0
+        return 0.0
+
+    cfg = config(staleness={"max_staleness": 1, "wait_s": 2.0})
+    run = FakeRun(tmp_path, cfg, environment=FakeEnvironment(delay_s=delay))
+    assert run.run() == "run ended"
+    rows = run.rows()
+    check_counters(rows)
+    assert rows[-1]["rollouts/dropped"] == 2
+    trained = [group.prompt_id for batch in run.learner.batches for group in batch.groups]
+    assert sorted(trained) == sorted(f"train-{i}" for i in range(12))  # none is lost
+
+
+def test_the_watchdog_says_who_waits_for_whom(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = config(observability={"watchdog_s": 0.3, "tensorboard": False}, launch={"timeout_s": 1.5})
+    run = FakeRun(tmp_path, cfg)
+    run.learner.silent_at = 1
+    with pytest.raises(ControlError):
+        run.run()
+    said = [line for line in capsys.readouterr().out.splitlines() if "nothing moved for 0.3 s" in line]
+    assert any("learner asked for BatchReady" in line and "rollout server 0 serving" in line for line in said), said
+
+
+def test_a_server_that_dies_in_the_probe_is_asked_again_after_its_restart(tmp_path: Path) -> None:
+    def setup(run: FakeRun) -> None:
+        score = run.clients[0].score
+
+        async def die(tokens: Any) -> Any:
+            run.clients[0].score = score  # type: ignore[method-assign]
+            assert run.clients[0].process is not None
+            run.clients[0].process.code = -9
+            return await score(tokens)
+
+        run.clients[0].score = die  # type: ignore[method-assign]
+
+    cfg = config(rollout={"max_restarts": 1}, train={"steps": 1})
+    run = FakeRun(tmp_path, cfg, setup=setup)
+    assert run.run() == "run ended"
+    assert run.clients[0].events.count("start") == 2
+
+
+def test_a_slow_start_of_the_servers_is_said_and_is_no_alarm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "SAY_EVERY_S", 0.4)
+    cfg = config(observability={"watchdog_s": 0.3, "tensorboard": False}, train={"steps": 1})
+    lines: list[str] = []
+
+    def told(line: str, **how: Any) -> None:
+        lines.append(line)
+        print(line, **how)
+
+    monkeypatch.setattr(servers, "print", told, raising=False)
+
+    async def slow() -> bool:
+        return len(lines) >= 4
+
+    def setup(run: FakeRun) -> None:
+        run.clients[1].ready = slow  # type: ignore[method-assign]
+
+    assert FakeRun(tmp_path, cfg, servers=2, setup=setup).run() == "run ended"
+    out = capsys.readouterr().out.splitlines()
+    said = [number for number, line in enumerate(out) if "waiting for rollout servers" in line]
+    assert len(said) >= 4 and re.fullmatch(
+        r"vcpo: note: waiting for rollout servers: 1 of 2 ready \([1-9]\d* of 30 s, rollout\.start_timeout_s\)",
+        out[said[-1]],
+    )
+    # A busy machine may stand still for so long once they have started.
+    assert not [line for line in out[: said[-1]] if "nothing moved" in line]
+
+
+# --- checkpoints and resume -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("crash", [2, 3, 5])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_resume_trains_every_prompt_exactly_once(tmp_path: Path, crash: int, lag: int) -> None:
+    cfg = config(checkpoint={"every": 2}, staleness={"max_staleness": lag}, train={"steps": 7})
+    first = FakeRun(tmp_path, cfg)
+    first.learner.step_s = 0.01
+    first.learner.error_at = crash
+    with pytest.raises(ControlError):
+        first.run()
+    saved = first.context.directory.complete_steps()[-1]
+    assert saved == crash // 2 * 2
+    second = FakeRun(tmp_path, cfg, attempt=2, resume_step=saved)
+    assert second.run() == "run ended"
+    assert [batch.step for batch in second.learner.batches] == list(range(saved, 7))
+    assert max(second.staleness()) <= lag
+    kept = first.learner.batches[:saved] + second.learner.batches
+    trained = [group.prompt_id for batch in kept for group in batch.groups]
+    assert sorted(trained) == sorted(f"train-{i}" for i in range(14))
+    rows = second.rows()
+    assert [row["step"] for row in rows] == list(range(7))
+    check_counters(rows)
+    assert rows[-1]["rollouts/trained"] == 28 and rows[-1]["rollouts/queued"] == 0
+    with sqlite3.connect(tmp_path / "rollouts.sqlite") as connection:
+        states = dict(connection.execute("SELECT state, COUNT(*) FROM trajectories GROUP BY state").fetchall())
+    assert states["trained"] == 28 and set(states) <= {"trained", "dropped"}
+
+
+def test_resume_before_the_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    first = FakeRun(tmp_path, config())
+    first.learner.error_at = 2
+    with pytest.raises(ControlError):
+        first.run()
+    second = FakeRun(tmp_path, config(), attempt=2)
+    assert second.run() == "run ended"
+    rows = second.rows()
+    assert [row["step"] for row in rows] == list(range(6))
+    check_counters(rows)
+
+
+def test_resume_of_a_finished_run_does_nothing(tmp_path: Path) -> None:
+    cfg = config(train={"eval_every": 2})
+    FakeRun(tmp_path, cfg).run()
+    before = (tmp_path / "metrics.jsonl").read_text()
+    second = FakeRun(tmp_path, cfg, attempt=2, resume_step=6)
+    assert second.run() == "run ended"
+    assert second.learner.batches == [] and second.learner.checkpoints == []
+    assert not any(event.startswith("generate") for event in second.clients[0].events)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
+    FakeRun(tmp_path, config()).run()
+    second = FakeRun(tmp_path, config(train={"steps": 9}), attempt=2, resume_step=6)
+    second.environment.fingerprint = "other"
+    with pytest.raises(RunError, match=r"not that of checkpoint step_6 \(fingerprint f, now other\).*the tokenizer"):
+        second.run()
+
+
+def test_a_prompt_that_waited_to_be_sampled_again_is_carried_by_the_checkpoint(tmp_path: Path) -> None:
+    """Group 1 expires while the learner takes a step; its prompt is in the list when the checkpoint is taken."""
+    first = FakeRun(tmp_path, config(train={"steps": 2}, checkpoint={"every": 1}))
+    first.run()
+    path = first.context.directory.checkpoint(2) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["orchestrator"]["requeue"] == []
+    manifest["orchestrator"]["requeue"] = [70]
+    del manifest["crc32"]  # of the text before
+    path.write_text(json.dumps(manifest))
+    second = FakeRun(tmp_path, config(train={"steps": 3}), attempt=2, resume_step=2)
+    second.run()
+    assert [group.prompt_id for group in second.learner.batches[0].groups] == ["train-70", "train-4"]
+
+    class Link:
+        async def checkpoint(self, step: int, state: dict[str, Any]) -> Any:
+            assert step == 3 and state["requeue"] == [5, 8] and state["environment"] == "f"
+            return asyncio.sleep(0, 0.0)
+
+    async def main() -> None:
+        recorder = Recorder(lambda: RolloutStore(tmp_path / "other.sqlite"))
+        await recorder.open()
+        trainer = Trainer(
+            config(),
+            Link(),
+            recorder,
+            MetricsLog([], [], 9),
+            RunDirectory(tmp_path),
+            version=2,
+            fingerprint="f",  # type: ignore[arg-type]
+            requeue=[5, 8],
+            stop=StopRequest(),
+        )
+        trainer.version = 3
+        await trainer.checkpoint()
+        await recorder.finish("run ended")
+
+    asyncio.run(asyncio.wait_for(main(), 10))

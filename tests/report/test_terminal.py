@@ -1,0 +1,124 @@
+"""What ``vcpo report`` prints by step, and with which options it prints trajectories instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.orchestrator.store.test_store import V0, sample_group, trajectory
+from tests.orchestrator.store.test_store_policies import report, train
+from vcpo_megatron.orchestrator.store.store import RolloutStore
+from vcpo_megatron.report.terminal import steps_a_row
+from vcpo_megatron.types import PolicyVersion
+
+pytestmark = pytest.mark.timeout(60)
+
+HEAD = "step groups trained dropped failed staleness/max reward/mean tokens"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rollouts.sqlite"
+
+
+def words(lines: list[str]) -> list[str]:
+    return [" ".join(line.split()) for line in lines]
+
+
+def test_the_summary_by_step(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RolloutStore(path) as store:
+        for group in range(4):
+            sample_group(store, group)
+        store.admit(4, "p4", 4, 2, V0)
+        store.replace(4, 0, "tool crashed", 2)
+        for sample in (1, 2):  # rewards 0.25 and 0.5; four tokens each, of two versions
+            store.add_trajectory(trajectory(4, sample, V0, PolicyVersion(1, 1)))
+        train(store, 0, 0, 1)
+        store.drop(2, "expired")
+        store.mark_trained(1, [], [4], [1])
+        store.mark_trained(2, [], [3], [2], skipped="non-finite step")
+        sample_group(store, 5, PolicyVersion(1, 2), size=3)
+        store.drop(5, "expired")
+        store.admit(6, "p6", 6, 2, V0)
+        store.fail(6, 0, "HTTP 503")
+        store.admit(7, "p7", 7, 2, V0)
+        store.replace(7, 0, "tool crashed", 2)
+    code, lines = report(capsys, path)
+    assert code == 0 and words(lines) == [
+        HEAD,
+        "0 2 4 0 0 0 0.125 8",
+        "1 1 2 2 1 1 0.375 8",
+        "2 0 0 2 0 - - -",
+        "- 0 0 4 2 - - -",
+        "generated 19, queued 2, trained 6, dropped 8, failed 3",
+        "1 dropped: a member failed",
+        "5 dropped: expired",
+        "2 dropped: non-finite step",
+        "1 failed: HTTP 503",
+        "2 failed: tool crashed",
+    ]
+    assert {len(line) for line in lines[:5]} == {len(lines[0])}  # columns are aligned
+
+
+def test_a_long_run_has_several_steps_a_row(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RolloutStore(path) as store:
+        for step in range(5):
+            sample_group(store, step)
+            train(store, step, step)
+        store.prune_samples(1)
+    totals = "generated 10, queued 0, trained 10, dropped 0, failed 0"
+    assert words(report(capsys, path, "--rows", "3")[1]) == [
+        HEAD,
+        "0-1 2 4 0 0 1 0.125 -",  # the tokens of step 0 are pruned
+        "2-3 2 4 0 0 3 0.125 8",
+        "4 1 2 0 0 4 0.125 4",
+        "2 steps a row: --rows 5 shows each, --step N the trajectories of one",
+        totals,
+    ]
+    each = words(report(capsys, path, "--rows", "5")[1])
+    assert [line.split()[0] for line in each[1:-1]] == ["0", "1", "2", "3", "4"] and each[-1] == totals
+    assert each == words(report(capsys, path)[1])
+
+
+@pytest.mark.parametrize(
+    ("steps", "most", "size"),
+    [(0, 40, 1), (40, 40, 1), (41, 40, 2), (80, 40, 2), (81, 40, 5), (360, 40, 10), (100_000, 40, 5000), (7, 1, 10)],
+)
+def test_steps_fit_into_the_rows(steps: int, most: int, size: int) -> None:
+    assert steps_a_row(steps, most) == size
+
+
+def test_a_store_without_anything_has_totals(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RolloutStore(path):
+        pass
+    code, lines = report(capsys, path)
+    assert (code, words(lines)) == (0, [HEAD, "generated 0, queued 0, trained 0, dropped 0, failed 0"])
+
+
+@pytest.mark.parametrize("options", [("--trajectories",), ("--data",), ("--step", "0"), ("--prompt", "p1")])
+def test_trajectories_are_printed_when_asked_for(
+    path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    with RolloutStore(path) as store:
+        sample_group(store, 0)
+        sample_group(store, 1)
+        train(store, 0, 1)
+    _, lines = report(capsys, path, *options)
+    of_one = ["0 p1 0 trained 0 0 0.6 0.125", "0 p1 1 trained 0 0.25 0.6 0.125"]
+    of_all = [*of_one, "- p0 0 sampled - 0 - -", "- p0 1 sampled - 0.25 - -"]
+    assert words(lines)[1:-1] == (of_all if options[0] in ("--trajectories", "--data") else of_one)
+
+
+@pytest.mark.parametrize("rows", ["0", "-1", "x"])
+def test_rows_are_one_at_least(path: Path, capsys: pytest.CaptureFixture[str], rows: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        report(capsys, path, f"--rows={rows}")
+    assert f"'{rows}' is no positive integer" in capsys.readouterr().err
+
+
+def test_rows_are_of_the_summary(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RolloutStore(path):
+        pass
+    refused = "vcpo: error: --rows bounds the rows of steps, and here trajectories are asked for; leave it out"
+    assert report(capsys, path, "--rows", "3", "--json") == (2, [refused])

@@ -1,0 +1,279 @@
+"""From a batch of groups to packed micro-batches: who trains what, in which order.
+
+Every rank plans the whole batch alike, from token counts only, so nothing has to be agreed on.
+A group stays on one data-parallel replica (with expert parallelism, on the replicas that share experts).
+A pack is one micro-batch: several trajectories of ONE group laid end to end in one sequence, with
+block-diagonal attention; padding is only what context and sequence parallelism must divide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...types import Batch, Trajectory
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trajectory of the batch: ``index`` numbers it over the whole batch (0..N-1)."""
+
+    index: int
+    group: int
+    trajectory: Trajectory
+
+    @property
+    def cost(self) -> int:
+        """Tokens that go through the model: the last one is only ever a label."""
+        return len(self.trajectory.tokens) - 1
+
+
+@dataclass(frozen=True)
+class Share:
+    """How the tokens of a pack are cut: ``rank`` of ``size`` context-parallel ranks, and what lengths must divide.
+
+    multiple  tokens that every context-parallel rank holds are a multiple of this (sequence parallelism)
+    """
+
+    rank: int = 0
+    size: int = 1
+    multiple: int = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of sequences laid end to end lie on one context-parallel rank.
+
+    With C context-parallel ranks every sequence is padded to a multiple of 2C and cut into 2C chunks; rank
+    r holds chunks r and 2C-1-r of each, so that causal attention costs every rank the same and Megatron's
+    rotary positions of packed sequences fit. What is left to ``Share.multiple`` becomes one more sequence.
+
+    lengths     padded length of every sequence, the one of padding at the end included; they sum to ``total``
+    boundaries  sequence i holds the tokens boundaries[i] to boundaries[i+1] of THIS rank; padding is not listed
+    take        int64 [total / C]: where in the whole pack the tokens of this rank are
+    """
+
+    lengths: tuple[int, ...]
+    boundaries: tuple[int, ...]
+    take: np.ndarray
+    ranks: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.lengths)
+
+    @classmethod
+    def of(cls, sequences: Sequence[int], share: Share, at_least: int = 0) -> Layout:
+        """Lay sequences of these many tokens end to end, padded to ``at_least`` tokens, which is more than none."""
+        chunk = 2 * share.size if share.size > 1 else 1
+        padded = [-(-length // chunk) * chunk for length in sequences]
+        whole = share.size * share.multiple
+        if chunk > 1 and whole % chunk:
+            whole *= 2  # the padding is cut into chunks, too
+        wanted = max(sum(padded), at_least, 1)
+        rest = -(-wanted // whole) * whole - sum(padded)
+        lengths = (*padded, rest) if rest else tuple(padded)
+        boundaries = np.concatenate([[0], np.cumsum(padded)]) // share.size
+        take = np.concatenate(_chunks_of_rank(lengths, share)) if share.size > 1 else np.arange(sum(lengths))
+        return cls(lengths, tuple(int(b) for b in boundaries), take, share.size)
+
+
+def _chunks_of_rank(lengths: Sequence[int], share: Share) -> list[np.ndarray]:
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    pieces = []
+    for start, length in zip(starts, lengths, strict=False):
+        size = length // (2 * share.size)
+        for chunk in (share.rank, 2 * share.size - 1 - share.rank):
+            pieces.append(np.arange(start + chunk * size, start + (chunk + 1) * size))
+    return pieces
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Tensors of one micro-batch of n trajectories of one group, as this rank holds them (CPU or device).
+
+    tokens             int64   [T]   model inputs (every trajectory without its last token)
+    labels             int64   [T]   the token that follows each
+    positions          int64   [T]   position in its own trajectory
+    mask               bool    [T]   True where the label was sampled by the policy
+    behavior_logprobs  float32 [T]   log mu(label), meaningful where ``mask``
+    current            bool    [T]   True where the label was sampled by the version that the step starts from
+    segments           int64   [T]   which of the n trajectories; n for padding at the end
+    boundaries         ints    [n+1] trajectory i holds tokens boundaries[i] to boundaries[i+1]
+    experts            int32   [T, layers, k], on the CPU, or None: experts that a server sent each token to, -1 where
+                       nothing was recorded
+    all_tokens, all_segments  int64 [C T]  those of every context-parallel rank, one rank after another
+    step_rows          rows of all ranks that work on the group in the same micro-step (expert parallelism);
+                       this rank's are those from ``offset`` on
+    """
+
+    rows: tuple[Row, ...]
+    group: int
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+    behavior_logprobs: torch.Tensor
+    current: torch.Tensor
+    segments: torch.Tensor
+    all_tokens: torch.Tensor
+    all_segments: torch.Tensor
+    layout: Layout
+    step_rows: tuple[Row, ...]
+    offset: int
+    experts: torch.Tensor | None = None
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        return self.layout.boundaries
+
+    @property
+    def length(self) -> int:
+        """Tokens of the micro-batch on all context-parallel ranks, padding included."""
+        return self.layout.total
+
+    @property
+    def padded(self) -> int:
+        """Tokens of padding, on all context-parallel ranks."""
+        return self.length - sum(row.cost for row in self.rows)
+
+    @property
+    def step_index(self) -> list[int]:
+        """Numbers in the batch of ``step_rows``."""
+        return [row.index for row in self.step_rows]
+
+
+def batch_rows(batch: Batch) -> list[list[Row]]:
+    """Rows of every group, numbered over the batch."""
+    groups, index = [], 0
+    for number, group in enumerate(batch.groups):
+        groups.append([Row(index + i, number, t) for i, t in enumerate(group.trajectories)])
+        index += len(group.trajectories)
+    return groups
+
+
+def assign_groups(costs: Sequence[int], replicas: int) -> list[list[int]]:
+    """Spread groups over replicas by cost, largest first to the least loaded; indices ascending.
+
+    Ties go to the lower index and the lower replica, so every rank finds the same plan.
+    """
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    loads = [0] * replicas
+    for group in sorted(range(len(costs)), key=lambda g: (-costs[g], g)):
+        replica = min(range(replicas), key=lambda r: (loads[r], r))
+        shares[replica].append(group)
+        loads[replica] += costs[group]
+    return [sorted(share) for share in shares]
+
+
+def split_into_packs(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+    """Cut the rows of one group into packs of at most ``max_tokens`` (a longer row gets its own).
+
+    Longest first into the fullest pack that still has room (best fit); rows of a pack keep the order
+    of the batch.
+    """
+    packs: list[list[Row]] = []
+    room: list[int] = []
+    for row in sorted(rows, key=lambda r: (-r.cost, r.index)):
+        fitting = [i for i, free in enumerate(room) if free >= row.cost]
+        if fitting:
+            best = min(fitting, key=lambda i: (room[i], i))
+            packs[best].append(row)
+            room[best] -= row.cost
+        else:
+            packs.append([row])
+            room.append(max_tokens - row.cost)
+    ordered = [sorted(pack, key=lambda r: r.index) for pack in packs]
+    return sorted(ordered, key=lambda pack: pack[0].index)
+
+
+def plan_steps(rows: Sequence[Row], ranks: int, max_tokens: int) -> list[list[list[Row]]]:
+    """Micro-steps of one group whose rows are spread over ``ranks``: rows of every rank in every step.
+
+    Ranks that share experts run equal numbers of micro-batches; a rank that has nothing left gets an empty one.
+    """
+    shares = [[rows[i] for i in share] for share in assign_groups([row.cost for row in rows], ranks)]
+    packs = [split_into_packs(share, max_tokens) for share in shares]
+    steps = max(len(own) for own in packs)
+    return [[own[step] if step < len(own) else [] for own in packs] for step in range(steps)]
+
+
+def make_pack(
+    rows: Sequence[Row],
+    share: Share,
+    device: torch.device,
+    *,
+    group: int | None = None,
+    step_rows: Sequence[Row] | None = None,
+    offset: int = 0,
+    at_least: int = 0,
+    version: int | None = None,
+) -> Pack:
+    """Lay ``rows`` end to end and keep what context-parallel rank ``share.rank`` holds of them.
+
+    ``version`` is the number of the learner's policy. An empty pack (expert parallelism, virtual stages) is padding
+    alone and needs ``group``.
+    """
+    costs = [row.cost for row in rows]
+    layout = Layout.of(costs, share, at_least)
+
+    def filled(pieces: Sequence[np.ndarray], fill: float, dtype: type) -> np.ndarray:
+        """Pieces at their places in the whole pack, ``fill`` in between."""
+        whole: np.ndarray = np.full(layout.total, fill, dtype)
+        start = 0
+        for piece, length in zip(pieces, layout.lengths, strict=False):
+            whole[start : start + len(piece)] = piece
+            start += length
+        return whole
+
+    def own(whole: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(whole[layout.take]).to(device)
+
+    def every(whole: np.ndarray) -> torch.Tensor:
+        order = [Layout.of(costs, dataclasses.replace(share, rank=rank), at_least).take for rank in range(share.size)]
+        return torch.from_numpy(whole[np.concatenate(order)]).to(device)
+
+    trajectories = [row.trajectory for row in rows]
+    tokens = filled([t.tokens[:-1] for t in trajectories], 0, np.int64)
+    # padding inside a trajectory (context parallelism) counts as its own: no gradient ever reaches it
+    segments = np.repeat(np.arange(len(layout.lengths)), layout.lengths)
+    return Pack(
+        rows=tuple(rows),
+        group=rows[0].group if group is None else group,
+        tokens=own(tokens),
+        labels=own(filled([t.tokens[1:] for t in trajectories], 0, np.int64)),
+        positions=own(np.concatenate([np.arange(length) for length in layout.lengths])),
+        mask=own(filled([t.loss_mask[1:] for t in trajectories], 0, np.bool_)),
+        behavior_logprobs=own(filled([t.behavior_logprobs[1:] for t in trajectories], 0.0, np.float32)),
+        current=own(filled([_sampled_by(t, version)[1:] for t in trajectories], 0, np.bool_)),
+        segments=own(segments),
+        all_tokens=every(tokens),
+        all_segments=every(segments),
+        layout=layout,
+        step_rows=tuple(rows if step_rows is None else step_rows),
+        offset=offset,
+        experts=_experts(trajectories, layout),
+    )
+
+
+def _sampled_by(trajectory: Trajectory, version: int | None) -> np.ndarray:
+    return np.zeros(len(trajectory.tokens), np.bool_) if version is None else trajectory.sampled_by(version)
+
+
+def _experts(trajectories: Sequence[Trajectory], layout: Layout) -> torch.Tensor | None:
+    """``Pack.experts`` of this rank's tokens; None when no trajectory has a record."""
+    shapes = [t.routed_experts.shape[1:] for t in trajectories if t.routed_experts is not None]
+    if not shapes:
+        return None
+    whole: np.ndarray = np.full((layout.total, *shapes[0]), -1, np.int32)
+    start = 0
+    for trajectory, length in zip(trajectories, layout.lengths, strict=False):
+        if (routed := trajectory.routed_experts) is not None:
+            known = routed[:-1] != np.iinfo(routed.dtype).max
+            whole[start : start + len(routed) - 1] = np.where(known, routed[:-1].astype(np.int32), -1)
+        start += length
+    return torch.from_numpy(whole[layout.take])

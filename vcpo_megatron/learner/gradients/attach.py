@@ -1,0 +1,111 @@
+"""Exact per-trajectory squared gradient norms, and weighted gradient sums, in one backward pass.
+
+Every parameter of Megatron's local layers gets its gradient in one of four places: a tensor-parallel
+linear layer (and its bias), the vocabulary-parallel embedding, an RMSNorm, a gate of experts. ``attach``
+replaces the computation of exactly these on the module INSTANCES; no class and no Megatron source is changed. The
+activations' gradients are what Megatron computes. The weight gradient is formed trajectory by
+trajectory: with G_i, A_i the output gradients and inputs of trajectory i's tokens, its share is
+W_i = G_i^T A_i, from which |g_i|^2 += |W_i|^2 (never scaled by w, R or std). What else becomes of W_i is in
+``weight_gradients``.
+
+What is recorded belongs to one pack, so several packs may be in flight in a pipeline.
+
+    score_state    the pack's record, and whose rows a layer sees      score_linear   matrices
+    score_vectors  norms and the embedding                             score_experts  dispatched tokens
+    score_tied     the cross term of tied embeddings                score_alone    other layers, a trajectory at a time
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+from ..megatron.layers import RMSNorm
+from ..megatron.parallel import Parallel
+from .experts import ExpertOwners, attach_dispatcher
+from .linear import attach_linear, attach_router, attach_shared_gate
+from .pack_scores import PackScores, ScoreSwitch
+from .per_sample import alone_problem, attach_alone
+from .vectors import attach_embedding, attach_norm
+
+__all__ = ["Attached", "PackScores", "ScoreSwitch", "UnsupportedLayer", "attach"]
+
+_EXPERT = re.compile(r"(.+)\.experts\.local_experts\.(\d+)\..+")
+
+
+class UnsupportedLayer(RuntimeError):
+    """A parameter whose gradient cannot be separated by trajectory in this layout."""
+
+
+@dataclass(frozen=True)
+class Attached:
+    """parameters  under the names by which ``WeightGradients`` knows them
+    alone          names of those that need one trajectory a micro-batch
+    """
+
+    parameters: dict[str, torch.nn.Parameter]
+    alone: tuple[str, ...]
+
+
+def attach(model: torch.nn.Module, switch: ScoreSwitch, parallel: Parallel, *, prefix: str, tied: bool) -> Attached:
+    """Make ``model`` (one chunk of a GPTModel) separate its gradients while ``switch.current`` is set.
+
+    Names are ``prefix`` (unique for the chunk) + Megatron's. ``tied``: input and output embedding are one parameter,
+    here or on two stages. A parameter of a module of another kind is separated by micro-batches of one trajectory;
+    UnsupportedLayer where the layout does not let that be exact, before anything was changed.
+    """
+    modules = [(path, module) for path, module in model.named_modules() if _is_separable(module)]
+    parameters = {prefix + name: parameter for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    # a bias of a row-parallel layer is added outside of what is replaced
+    handled = {
+        id(parameter)
+        for _, module in modules
+        for name, parameter in module.named_parameters(recurse=False)
+        if not (isinstance(module, RowParallelLinear) and name == "bias")
+    }
+    alone = {name: parameter for name, parameter in parameters.items() if id(parameter) not in handled}
+    if alone and (problem := alone_problem(list(alone.values()), parallel)):
+        raise UnsupportedLayer(f"no exact per-trajectory gradient for {', '.join(alone)}: {problem}")
+    for name, parameter in alone.items():
+        attach_alone(parameter, name, switch)
+    owners = {}
+    for path, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            owners[path] = ExpertOwners()
+            attach_dispatcher(module.token_dispatcher, switch, owners[path])
+    for path, module in modules:
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            expert = _EXPERT.fullmatch(path)
+            tokens = owners[expert[1]].tokens_of(int(expert[2])) if expert else (lambda scores: scores.dense_tokens)
+            attach_linear(
+                module,
+                switch,
+                names,
+                parallel.tensor_group,
+                is_tied_output=tied and path == "output_layer",
+                tokens=tokens,
+            )
+        elif isinstance(module, VocabParallelEmbedding):
+            attach_embedding(module, switch, names, tied=tied)
+        elif isinstance(module, RMSNorm):
+            attach_norm(module, switch, names, path, parallel)
+        elif isinstance(module, SharedExpertMLP):
+            attach_shared_gate(module, switch, names, parallel.tensor_group)
+        else:
+            attach_router(module, switch, names, parallel.tensor_group)
+    return Attached(parameters, tuple(alone))
+
+
+def _is_separable(module: torch.nn.Module) -> bool:
+    """A module that one of the four ways serves. A router with a bias is not: the gate has none."""
+    if isinstance(module, TopKRouter):
+        return module.bias is None
+    kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, RMSNorm, SharedExpertMLP)
+    return isinstance(module, kinds)

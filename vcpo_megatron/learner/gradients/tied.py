@@ -1,0 +1,73 @@
+"""Input and output embedding as one parameter: |E_i + W_i|^2 = |E_i|^2 + |W_i|^2 + 2 <E_i, W_i>.
+
+E_i has rows for the trajectory's own tokens only, so only these rows of the output layer's W_i are formed
+once more. With pipeline stages they travel from the last stage to the first, in the order of the backwards;
+they are there long before the first stage asks for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .pack_scores import PackScores
+
+
+@dataclass(frozen=True)
+class TokenPairs:
+    """Distinct (trajectory, token id) of a pack in this rank's part of the vocabulary, sorted.
+
+    owner, token  int64 [P]  trajectory; row of the embedding's shard
+    tokens        int64      which tokens of all context-parallel ranks they come from
+    inverse       int64      the pair of each of these tokens
+    """
+
+    owner: Tensor
+    token: Tensor
+    tokens: Tensor
+    inverse: Tensor
+
+
+def token_pairs(scores: PackScores, first: int, rows: int) -> TokenPairs:
+    """Pairs for vocabulary rows ``first`` to ``first + rows``."""
+    ids = scores.pack.all_tokens - first
+    mine = ((ids >= 0) & (ids < rows) & (scores.every < scores.n)).nonzero()[:, 0]
+    pairs, inverse = (scores.every[mine] * rows + ids[mine]).unique(return_inverse=True)
+    return TokenPairs(pairs // rows, pairs % rows, mine, inverse)
+
+
+def send_tied_rows(scores: PackScores, inputs: Tensor, grads: Tensor) -> None:
+    """Rows of every W_i = G_i^T A_i that E_i will meet, fp32 [P, d]: for this rank or for the first stage.
+
+    inputs A [T, d], grads G [T, V / tp]. Under context parallelism W_i is a summand, and so is its
+    product with the whole E_i.
+    """
+    parallel, rows = scores.parallel, scores.dense_tokens.local
+    pairs = token_pairs(scores, parallel.tensor_rank * grads.shape[1], grads.shape[1])
+    out = inputs.new_empty(len(pairs.token), inputs.shape[1], dtype=torch.float32)
+    for i in range(scores.n)[scores.own]:
+        of_i = pairs.owner == i
+        picked = grads[rows.rows(i)][:, pairs.token[of_i]]
+        out[of_i] = picked.float().t() @ inputs[rows.rows(i)].float()
+    if parallel.pipeline_size == 1:
+        scores.tied = out
+    elif len(out):
+        work = dist.isend(out, parallel.stage_global_rank(0), group=parallel.tied_group)
+        assert work is not None
+        scores.sends.append((work, out))
+
+
+def receive_tied_rows(scores: PackScores, pairs: TokenPairs, width: int) -> Tensor:
+    """What ``send_tied_rows`` made of this pack: fp32 [P, width]."""
+    parallel = scores.parallel
+    if parallel.pipeline_size == 1:
+        assert scores.tied is not None
+        rows, scores.tied = scores.tied, None
+        return rows
+    rows = torch.empty(len(pairs.token), width, dtype=torch.float32, device=pairs.token.device)
+    if len(rows):
+        dist.recv(rows, parallel.stage_global_rank(parallel.pipeline_size - 1), group=parallel.tied_group)
+    return rows

@@ -1,0 +1,101 @@
+"""The layers that a model is built of: the one place that chooses them.
+
+    model.transformer_impl   matrices     local               Megatron's, whose gradients are separated in a pack
+                                          transformer_engine  TransformerEngine's, unfused: one trajectory a micro-batch
+    model.core_attention     attention    torch               ours, over packs (``layers.PackedAttention``)
+                                          transformer_engine  its fused kernels, told of packs as "thd" with boundaries
+                             norms        ours in every case
+
+TransformerEngine's linear layers are of a kind that ``score_gradients`` does not know, so ``score_alone`` takes them.
+Its attention has no parameters: any choice of it leaves packs as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from ...config.schema import ModelConfig
+from ...models.shape import ModelShape
+from .latent import LatentNorm, LatentSelfAttention
+from .layers import PackedAttention, RMSNorm
+
+
+@dataclass(frozen=True)
+class EngineLayers:
+    """Megatron's wrappers of TransformerEngine's layers: column- and row-parallel linear, attention."""
+
+    column: type
+    row: type
+    attention: type
+
+
+def engine_layers() -> EngineLayers:
+    """RuntimeError where TransformerEngine cannot be used."""
+    from megatron.core.extensions import transformer_engine as engine
+
+    if not engine.HAVE_TE:
+        raise RuntimeError(
+            'TransformerEngine cannot be imported, or has no GPU to run on: use model.transformer_impl = "local" and '
+            'model.core_attention = "torch"'
+        )
+    return EngineLayers(engine.TEColumnParallelLinear, engine.TERowParallelLinear, engine.TEDotProductAttention)
+
+
+def engine_options(model: ModelConfig) -> dict[str, Any]:
+    """TransformerConfig where matrices are TransformerEngine's."""
+    if model.transformer_impl == "local":
+        return {}
+    return {
+        # a product that is added to the gradient buffer would pass by the hook that separates it
+        "gradient_accumulation_fusion": False,
+        # nothing about the weights is kept from one micro-batch to the next
+        "disable_parameter_transpose_cache": True,
+    }
+
+
+def block_spec(
+    config: TransformerConfig, model: ModelConfig, shape: ModelShape, stage: int | None
+) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage; ``stage`` numbers the rank's virtual stages, None without."""
+    first = get_transformer_layer_offset(config, vp_stage=stage)
+    layers = [
+        layer_spec(config, model, config.num_moe_experts if shape.is_moe(first + layer) else None)
+        for layer in range(get_num_layers_to_build(config, vp_stage=stage))
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def layer_spec(config: TransformerConfig, model: ModelConfig, experts: int | None) -> ModuleSpec:
+    """One decoder layer; ``experts``: their number, None for a plain MLP."""
+    is_latent = isinstance(config, MLATransformerConfig)
+    layer = get_gpt_layer_local_spec(
+        num_experts=experts,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=is_latent,
+    )
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if is_latent:
+        layer.submodules.self_attention.module = LatentSelfAttention
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if model.core_attention == "transformer_engine":
+        attention.core_attention = engine_layers().attention
+    if model.transformer_impl == "transformer_engine":
+        engine, mlp = engine_layers(), layer.submodules.mlp.submodules
+        attention.linear_qkv, attention.linear_proj = engine.column, engine.row
+        mlp.linear_fc1, mlp.linear_fc2 = engine.column, engine.row
+    return layer

@@ -1,0 +1,227 @@
+"""Process groups of the learner: Megatron's own, and the few that the method adds.
+
+Ranks that work on the same trajectories, or on the same experts at the same time, form a replica:
+
+    replica     TP x CP x PP x spread ranks; a group's trajectories live on one replica
+    spread      data-parallel ranks of one replica; 1 without expert parallelism. Experts hold tokens of
+                all of them, so all of them work on the same group in the same micro-step.
+
+    command     gloo, all ranks: commands and batches from rank 0, agreed numbers (CPU tensors)
+    statistics  the replica's ranks: squared gradient norms of a group are summed here
+    replica     gloo, the same ranks: whether a step is left between two micro-batches
+    pipeline    (copies of it) from the last stage to each earlier one: l_i, before that pack's backward; and
+                rows of the output layer's gradient to the first stage where it is tied to the embedding
+    spread      l_i of one micro-step
+    expert_split  ranks of the replica that hold the same experts and different tokens
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from torch.distributed import distributed_c10d
+
+from ...config.schema import RunConfig
+from ..batch.packing import Share
+from . import platform
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Coordinates of this rank and the groups it is in."""
+
+    rank: int
+    world_size: int
+    tensor_rank: int
+    tensor_size: int
+    context_rank: int
+    context_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    virtual_size: int
+    data_rank: int
+    data_size: int
+    expert_rank: int
+    expert_tensor_rank: int
+    expert_tensor_size: int
+    spread_size: int
+    sequence_parallel: bool
+    tensor_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
+    tensor_context_group: dist.ProcessGroup
+    pipeline_group: dist.ProcessGroup
+    command_group: dist.ProcessGroup
+    statistics_group: dist.ProcessGroup
+    replica_group: dist.ProcessGroup
+    replica_size: int
+    is_first_of_replica: bool
+    log_ratio_group: dist.ProcessGroup
+    tied_group: dist.ProcessGroup
+    spread_group: dist.ProcessGroup
+    expert_split_group: dist.ProcessGroup
+
+    @property
+    def layout(self) -> str:
+        """For a reader of the log."""
+        sizes = {
+            "data": self.data_size,
+            "tensor": self.tensor_size,
+            "context": self.context_size,
+            "pipeline": self.pipeline_size,
+            "virtual stages": self.virtual_size,
+        }
+        return f"{self.world_size} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank's replica."""
+        return self.data_rank // self.spread_size
+
+    @property
+    def replicas(self) -> int:
+        return self.data_size // self.spread_size
+
+    @property
+    def spread_rank(self) -> int:
+        return self.data_rank % self.spread_size
+
+    @property
+    def share(self) -> Share:
+        """How packs are cut for this rank."""
+        return Share(self.context_rank, self.context_size, self.tensor_size if self.sequence_parallel else 1)
+
+    @property
+    def steps_multiple(self) -> int:
+        """Micro-batches of a schedule must be a multiple of this (the interleaved schedule's rule)."""
+        return self.pipeline_size if self.virtual_size > 1 else 1
+
+    @property
+    def speaks_for_trajectories(self) -> bool:
+        """True on one rank a data-parallel rank: the one that reports what all that share its packs agree on."""
+        return self.tensor_rank == 0 and self.context_rank == 0 and self.is_last_stage
+
+    def stage_global_rank(self, stage: int) -> int:
+        """Global rank of pipeline stage ``stage`` with this rank's other coordinates."""
+        return dist.get_global_rank(self.pipeline_group, stage)
+
+
+def initialize(config: RunConfig) -> Parallel:
+    """Join the world (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and build every group."""
+    timeout = datetime.timedelta(seconds=config.launch.timeout_s)
+    chosen = config.parallel
+    if not dist.is_initialized():
+        dist.init_process_group(platform.backend(), timeout=timeout)
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=chosen.tensor,
+        pipeline_model_parallel_size=chosen.pipeline,
+        virtual_pipeline_model_parallel_size=chosen.virtual_pipeline if chosen.virtual_pipeline > 1 else None,
+        context_parallel_size=chosen.context,
+        expert_model_parallel_size=chosen.expert,
+        expert_tensor_parallel_size=chosen.expert_tensor,
+        distributed_timeout_minutes=config.launch.timeout_s / 60,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed + 1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dense = chosen.tensor * chosen.context
+    block = dense * config.spread  # neighbours, in Megatron's order of ranks
+    stage = world // chosen.pipeline
+    first = rank % stage // block * block
+    in_stage = range(first, first + block)
+    replica = tuple(s * stage + r for s in range(chosen.pipeline) for r in in_stage)
+    own_stage = rank // stage * stage
+    spread = tuple(own_stage + r for r in in_stage if (r - rank) % dense == 0)
+    same_experts = set(dist.get_process_group_ranks(mpu.get_expert_data_parallel_group()))
+    pipeline = tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
+    return Parallel(
+        rank=rank,
+        world_size=world,
+        tensor_rank=mpu.get_tensor_model_parallel_rank(),
+        tensor_size=chosen.tensor,
+        context_rank=mpu.get_context_parallel_rank(),
+        context_size=chosen.context,
+        pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
+        pipeline_size=chosen.pipeline,
+        virtual_size=chosen.virtual_pipeline,
+        data_rank=mpu.get_data_parallel_rank(),
+        data_size=mpu.get_data_parallel_world_size(),
+        expert_rank=mpu.get_expert_model_parallel_rank(),
+        expert_tensor_rank=mpu.get_expert_tensor_parallel_rank(),
+        expert_tensor_size=chosen.expert_tensor,
+        spread_size=config.spread,
+        sequence_parallel=chosen.sequence_parallel and chosen.tensor > 1,
+        tensor_group=mpu.get_tensor_model_parallel_group(),
+        context_group=mpu.get_context_parallel_group(),
+        tensor_context_group=mpu.get_tensor_and_context_parallel_group(),
+        pipeline_group=mpu.get_pipeline_model_parallel_group(),
+        command_group=dist.new_group(backend="gloo", timeout=timeout),
+        statistics_group=_group_of(replica, timeout),
+        replica_group=_group_of(replica, timeout, backend="gloo"),
+        replica_size=len(replica),
+        is_first_of_replica=rank == replica[0],
+        log_ratio_group=_group_of(pipeline, timeout),  # of its own, so that l_i never mixes with activations
+        tied_group=_group_of(pipeline, timeout),
+        spread_group=_group_of(spread, timeout),
+        expert_split_group=_group_of(tuple(r for r in replica if r in same_experts), timeout),
+    )
+
+
+def _group_of(mine: tuple[int, ...], timeout: datetime.timedelta, *, backend: str | None = None) -> dist.ProcessGroup:
+    """A new communicator over this rank's ``mine``; called alike on all ranks, whose sets must not overlap."""
+    members = [mine] * dist.get_world_size()
+    dist.all_gather_object(members, mine)
+    own = None
+    for ranks in sorted(set(members)):  # every rank creates every group, in one order
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        if ranks == mine:
+            own = group
+    assert own is not None
+    return own
+
+
+def agree_sum(table: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+    """Sum a CPU tensor over all ranks, in place; every rank then holds the same bits."""
+    dist.all_reduce(table, group=parallel.command_group)
+    return table
+
+
+def agree_equal(value: float, name: str, parallel: Parallel) -> float:
+    """``value``, when all ranks have it; RuntimeError, naming it, when they do not."""
+    pair = torch.tensor([value, -value], dtype=torch.float64)
+    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=parallel.command_group)
+    if pair[0] != value or pair[1] != -value:
+        raise RuntimeError(f"{name} differ between ranks: {-pair[1].item()} to {pair[0].item()}")
+    return value
+
+
+def leave_layout() -> None:
+    """Destroy every group of the layout but stay in the world, so that another layout can be built; on all ranks alike.
+
+    A gloo group owns threads that never sleep for long: groups that are merely forgotten slow the whole machine down.
+    """
+    mpu.destroy_model_parallel()
+    gc.collect()  # models and optimizers that are gone hold groups in cycles
+    if dist.is_initialized():
+        dist.barrier()  # a group goes when no rank talks over it any more
+        for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+            dist.destroy_process_group(group)
+
+
+def destroy() -> None:
+    """Leave the world."""
+    mpu.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

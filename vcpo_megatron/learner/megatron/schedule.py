@@ -1,0 +1,62 @@
+"""Megatron's forward-backward schedules (none, 1F1B, interleaved with virtual stages) over packs of any length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from ..batch.packing import Layout
+from .layers import PackParams
+
+#: What a loss function returns to the schedule: the loss, a token count that is not used, nothing to report.
+Loss = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
+#: What a forward step returns: this stage's output, and on the last stage the function that makes it a loss.
+ForwardStep = tuple[torch.Tensor, Callable[[torch.Tensor], Loss] | None]
+
+_T = TypeVar("_T")
+
+
+def as_loss(value: torch.Tensor) -> Loss:
+    """``value`` as the schedule wants it. It is differentiated as it is: losses are normalised by the caller."""
+    return value, torch.zeros((), dtype=torch.int), {}
+
+
+def forward_tokens(
+    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, layout: Layout
+) -> torch.Tensor:
+    """This stage's output for this rank's tokens of trajectories laid end to end, tokens and positions int64 [T]."""
+    params = PackParams.of(layout, tokens.device)
+    return model(tokens[None], positions[None], None, packed_seq_params=params)
+
+
+def run_schedule(
+    chunks: Sequence[torch.nn.Module],
+    items: Sequence[_T],
+    forward: Callable[[_T, torch.nn.Module], ForwardStep],
+    *,
+    tokens: int,
+    forward_only: bool,
+) -> None:
+    """Run ``forward`` on every item and chunk, and the backward unless ``forward_only``; nothing without items.
+
+    ``tokens`` is the length of the first item.
+    """
+    if not items:
+        return
+
+    def step(iterator: Iterator[_T], chunk: torch.nn.Module) -> ForwardStep:
+        return forward(next(iterator), chunk)
+
+    iterators = [iter(items) for _ in chunks]
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks),
+        num_microbatches=len(items),
+        seq_length=tokens,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )

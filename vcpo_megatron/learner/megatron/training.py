@@ -1,0 +1,123 @@
+"""The model wrapped for data parallelism, its optimizer and its learning-rate schedule: all Megatron's."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from ...config.schema import RunConfig
+from ...conversion.families.registry import Family, ModelShape
+from .model import build_model
+from .parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """What a step changes. ``chunks`` are the bare GPTModels inside ``wrapped``: one, or one a virtual stage."""
+
+    chunks: tuple[GPTModel, ...]
+    wrapped: tuple[DistributedDataParallel, ...]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+    family: Family
+    shape: ModelShape
+
+    def zero_gradients(self) -> None:
+        """Forget the gradients of the last step."""
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def no_sync(self) -> contextlib.ExitStack:
+        """While it is entered no backward starts a reduction: the last one is not the end of the gradient."""
+        stack = contextlib.ExitStack()
+        for chunk in self.wrapped:
+            stack.enter_context(chunk.no_sync())
+        return stack
+
+    def overlapped_buckets(self) -> list[Any]:
+        """Bucket groups whose reduction the step starts itself; none where Megatron does it all at the end."""
+        if not self.wrapped[0].ddp_config.overlap_grad_reduce:
+            return []
+        return [b for chunk in self.wrapped for b in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+
+    def gradients_are_finite(self) -> bool:
+        """True when every gradient that this rank holds is finite."""
+        buffers = [b for chunk in self.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        # extremes propagate NaN and take one pass; isfinite makes copies and takes 25 times as long on a CPU
+        extremes = [torch.aminmax(buffer.grad_data) for buffer in buffers if buffer.grad_data.numel()]
+        return all(bool(bound.isfinite()) for pair in extremes for bound in pair)
+
+    def scheduled_learning_rate(self) -> float:
+        """Learning rate of the step that is about to be taken, before ESS scales it."""
+        (rate,) = {self.schedule.get_lr(group) for group in self.optimizer.param_groups}
+        return rate
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        """Step by ``learning_rate`` (decoupled weight decay follows it); returns the norm before clipping."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        _, norm, _ = self.optimizer.step()
+        self.schedule.num_steps += 1
+        return math.nan if norm is None else float(norm)
+
+
+def build_trainable(config: RunConfig, parallel: Parallel, *, load: bool) -> Trainable:
+    """Build model, DDP, optimizer and schedule; ``load`` reads the weights of ``model.path``."""
+    chunks, family, shape = build_model(config, parallel, load=load)
+    # Gradients are reduced once, after the last baseline is known: see Trainable.no_sync.
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.optimizer.overlap_grad_reduce,
+        use_distributed_optimizer=config.optimizer.distributed,
+    )
+    wrapped = tuple(DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks)
+    optimizer = get_megatron_optimizer(_optimizer_config(config), list(wrapped))
+    return Trainable(tuple(chunks), wrapped, optimizer, _schedule(config, optimizer), family, shape)
+
+
+def _optimizer_config(config: RunConfig) -> OptimizerConfig:
+    chosen = config.optimizer
+    bf16 = config.model.dtype == "bfloat16"
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=chosen.lr,
+        min_lr=chosen.min_lr,
+        weight_decay=chosen.weight_decay,
+        adam_beta1=chosen.betas[0],
+        adam_beta2=chosen.betas[1],
+        adam_eps=chosen.eps,
+        clip_grad=chosen.clip_grad or math.inf,  # with 0 Megatron would not even find the norm
+        bf16=bf16,
+        use_distributed_optimizer=chosen.distributed,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+    )
+
+
+def _schedule(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    chosen = config.optimizer
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if chosen.warmup_steps else chosen.lr,
+        max_lr=chosen.lr,
+        min_lr=chosen.min_lr,
+        lr_warmup_steps=chosen.warmup_steps,
+        lr_decay_steps=config.train.steps + 1,
+        lr_decay_style={"wsd": "WSD"}.get(chosen.schedule, chosen.schedule),
+        start_wd=chosen.weight_decay,
+        end_wd=chosen.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        wsd_decay_steps=chosen.decay_steps,
+        lr_wsd_decay_style="linear",
+    )
+    schedule.num_steps = 1  # counts the step about to be taken, so that a warm-up does not waste one at rate 0
+    return schedule

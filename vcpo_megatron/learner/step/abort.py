@@ -1,0 +1,93 @@
+"""Leaving a step in its middle: when, and how all ranks come to agree on it.
+
+Rank 0 hears that the step is to be left and writes it into the rendezvous store, which the first rank of every replica
+looks into before each micro-batch. What it sees travels in one small reduction over its replica, so the ranks of a
+replica stop before the same micro-batch, with no collective open between them. Replicas need not stop at the same one:
+that one of them has stopped is part of what the step's last reduction agrees on, and then no rank takes the optimizer's
+step. Parameters, optimizer, schedule and ESS state are as before the step.
+
+With pipeline stages, micro-batches are in flight on the other stages whenever one stage is between two of them: such a
+step is left between two passes over its batch only (forward passes that a method needs first, and the backward pass).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ..batch.packing import Pack
+from ..megatron.parallel import Parallel
+from ..megatron.schedule import ForwardStep
+
+#: Least seconds between two looks into the store.
+LOOK_S = 0.2
+
+Forward = Callable[[Pack, torch.nn.Module], ForwardStep]
+
+
+class ReplicaLeft(Exception):
+    """This rank's replica has left the step: raised at one point by all of its ranks."""
+
+
+class Leaving:
+    """``asked()`` is called on rank 0 during a step: whether that step is to be left. Without it no step is left, and
+    the ranks do not talk about it."""
+
+    def __init__(self, parallel: Parallel, asked: Callable[[], bool] | None = None) -> None:
+        self._parallel = parallel
+        self._asked = asked
+        self._key = ""
+        self._looked = 0.0
+        self._seen = False
+
+    def begin(self, step: str) -> None:
+        """A step begins; ``step`` names it, alike on all ranks and unlike all others of this world."""
+        self._key, self._seen = f"leave step {step}", False
+
+    def leaves(self, work: Callable[[], None]) -> bool:
+        """Do a part of the step; whether this rank's replica has left the step in it."""
+        try:
+            work()
+        except ReplicaLeft:
+            return True
+        return False
+
+    def look(self) -> None:
+        """Between two passes, on all ranks of the replica: ReplicaLeft when the step is to be left."""
+        if self._asked is None:
+            return
+        seen = torch.tensor([int(self._sees())])
+        if self._parallel.replica_size > 1:
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._parallel.replica_group)
+        if seen.item():
+            raise ReplicaLeft
+
+    def between_micro_batches(self, forward: Forward) -> Forward:
+        """``forward``, with a look before each micro-batch where nothing is in flight then."""
+        if self._asked is None or self._parallel.pipeline_size > 1:
+            return forward
+
+        def looking(pack: Pack, model: torch.nn.Module) -> ForwardStep:
+            self.look()
+            return forward(pack, model)
+
+        return looking
+
+    def _sees(self) -> bool:
+        """This rank's own knowledge; only the replica's first rank looks, and rank 0 tells the others."""
+        if self._seen or not self._parallel.is_first_of_replica or time.monotonic() - self._looked < LOOK_S:
+            return self._seen
+        self._looked = time.monotonic()
+        store = _get_default_store()
+        if self._parallel.rank == 0:
+            assert self._asked is not None
+            if self._asked():
+                store.set(self._key, "asked")
+                self._seen = True
+        else:
+            self._seen = bool(store.check([self._key]))
+        return self._seen

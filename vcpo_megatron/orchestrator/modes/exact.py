@@ -1,0 +1,338 @@
+"""Exact lag: step t trains on what version max(0, t - k) sampled, serially and repeatably.
+
+    stage t, servers at version t:   sample batch t + k (at the start also the ones before it), then evaluate t
+                                     meanwhile the learner takes step t on batch t
+    then:                            row, checkpoint, version t + 1 to the servers
+
+A stop ends a stage whose step is not done as if it had not begun: what version t sampled is sampled again, to the same
+tokens, after a resume from checkpoint t. When the step is done, the rest of the stage has its part of
+``launch.grace_s``, since no later version could sample it; if that is too short, the run ends with the checkpoints it
+has.
+
+``ExactRun.run``   consumes: batches by data position      produces: steps, rows, checkpoints
+                   waits for: both halves of a stage, then the weights of the next version
+                   unblocked by: the learner; the servers' answers
+``Rounds.run``     consumes: one request of every running episode    produces: their answers, one list request a server
+                   waits for: the slowest environment of the round
+
+A batch's requests go out as one ordered list; environments of several turns move in lock-step, one list a round. Each
+request carries a seed made of (train.seed, prompt, sample, turn), so an answer does not depend on anything else. Rows
+are written when both halves of a stage are done, so counters do not depend on who was faster. A failed trajectory
+ends the run. A batch is recorded whole, in one transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...environments.base import Environment, Example
+from ...rollout.agent_loop import EpisodeError, Generate, run_episode
+from ...rollout.client.http import ServerError, ServerUnavailable
+from ...rollout.client.protocol import GenerateResult, ProtocolError, SamplingParams
+from ...rollout.fleet.fleet import Fleet
+from ...rollout.fleet.server import Server
+from ...run.tasks import RunError, StopRequest, run_all, run_beside
+from ...run.text import one_line
+from ...transport.messages import WeightsReady
+from ...types import Batch, Group, StepResult, Trajectory
+from ..peers.servers import back_in_service
+from ..peers.weight_sync import WeightSync
+from ..store.recorder import Recorder, record_whole
+from ..store.store import ResumePlan
+from .evaluation import EVALUATION_GROUP, mean_reward
+from .generation import Cursor, SamplingRules
+from .trainer import Trainer
+
+
+def sampling_seed(seed: int, prompt_id: str, sample_index: int, turn: int) -> int:
+    """31-bit seed of one answer: the same in every run, process and Python version."""
+    text = f"{seed}\0{prompt_id}\0{sample_index}\0{turn}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:4], "little") & 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One trajectory to sample; ``server`` is where its requests go."""
+
+    example: Example
+    group_id: int
+    sample_index: int
+    server: Server
+
+
+@dataclass(frozen=True)
+class _Request:
+    input_ids: Sequence[int]
+    sampling: SamplingParams
+    rid: str
+    answer: asyncio.Future[GenerateResult]
+
+
+class Rounds:
+    """Answers the requests of ``servers[i]``'s episode i together: when every running episode has one."""
+
+    def __init__(self, fleet: Fleet, servers: Sequence[Server]) -> None:
+        self._fleet = fleet
+        self._servers = servers
+        self._running = len(servers)
+        self._requests: dict[int, _Request] = {}
+        self._complete = asyncio.Event()
+
+    def generate(self, index: int) -> Generate:
+        """``Generate`` of episode ``index``."""
+
+        async def generate(input_ids: Sequence[int], sampling: SamplingParams, rid: str) -> GenerateResult:
+            answer: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+            self._requests[index] = _Request(input_ids, sampling, rid, answer)
+            self._look()
+            return await answer
+
+        return generate
+
+    def ended(self) -> None:
+        """An episode has no further request."""
+        self._running -= 1
+        self._look()
+
+    def _look(self) -> None:
+        if self._requests and len(self._requests) == self._running:
+            self._complete.set()
+
+    async def run(self) -> None:
+        """Submit round after round until cancelled."""
+        while True:
+            await self._complete.wait()
+            self._complete.clear()
+            requests, self._requests = self._requests, {}
+            by_server: dict[Server, list[_Request]] = {}
+            for index in sorted(requests):
+                by_server.setdefault(self._servers[index], []).append(requests[index])
+            await run_all(*(self._submit(server, chosen) for server, chosen in by_server.items()))
+
+    async def _submit(self, server: Server, requests: Sequence[_Request]) -> None:
+        for request, result in zip(requests, await self._answers(server, requests), strict=True):
+            request.answer.set_result(result)
+
+    async def _answers(self, server: Server, requests: Sequence[_Request]) -> list[GenerateResult]:
+        """One list request; run again, with the same seeds and so the same answers, when the server was restarted."""
+        prompts = [request.input_ids for request in requests]
+        samplings = [request.sampling for request in requests]
+        rids = [request.rid for request in requests]
+        while True:
+            await back_in_service(self._fleet, server)
+            life = server.life
+            try:
+                return await server.client.generate_batch(prompts, samplings, rids)
+            except ServerUnavailable as error:
+                if self._fleet.check(server, life):
+                    raise RunError(f"{server.name} did not answer: {error}, see {server.log}") from error
+            except (ServerError, ProtocolError) as error:
+                raise RunError(f"{server.name} refused a batch: {error}, see {server.log}") from error
+
+
+class ExactSampler:
+    """Samples batches by data position, and held-out prompts, on servers that hold one version."""
+
+    def __init__(self, environment: Environment, fleet: Fleet, rules: SamplingRules, *, seed: int) -> None:
+        self._environment = environment
+        self._fleet = fleet
+        self._rules = rules
+        self._seed = seed
+
+    async def sample(self, episodes: Sequence[Episode]) -> list[Trajectory]:
+        """Trajectories in the order of ``episodes``; RunError when one fails."""
+        rounds = Rounds(self._fleet, [episode.server for episode in episodes])
+        found: list[Trajectory | None] = [None] * len(episodes)
+
+        async def one(index: int, episode: Episode) -> None:
+            prompt_id, sample_index = episode.example.prompt_id, episode.sample_index
+            try:
+                found[index] = await run_episode(
+                    rounds.generate(index),
+                    self._environment,
+                    episode.example,
+                    group_id=episode.group_id,
+                    sample_index=sample_index,
+                    sampling=self._rules.sampling,
+                    context_length=self._rules.context_length,
+                    seed_for_turn=lambda turn: sampling_seed(self._seed, prompt_id, sample_index, turn),
+                )
+            except EpisodeError as error:
+                raise RunError(f'lag = "exact" ends with the first trajectory that fails: {one_line(error)}') from error
+            rounds.ended()
+
+        await run_beside(run_all(*(one(i, episode) for i, episode in enumerate(episodes))), rounds.run())
+        return [trajectory for trajectory in found if trajectory is not None]
+
+    async def groups(self, numbered: Sequence[tuple[int, int]], size: int) -> list[Group]:
+        """Groups of ``size`` samples for (group id, data position) pairs, in their order."""
+        servers = self._fleet.servers
+        examples = {group_id: self._environment.train_example(position) for group_id, position in numbered}
+        episodes = [
+            Episode(examples[group_id], group_id, sample, servers[position % len(servers)])
+            for group_id, position in numbered
+            for sample in range(size)
+        ]
+        members: dict[int, list[Trajectory]] = {group_id: [] for group_id, _ in numbered}
+        for trajectory in await self.sample(episodes):
+            members[trajectory.group_id].append(trajectory)
+        return [Group(group_id, examples[group_id].prompt_id, tuple(members[group_id])) for group_id, _ in numbered]
+
+    async def accuracy(self, version: int) -> dict[str, float]:
+        """Result of the evaluation of the version that the servers hold."""
+        servers = self._fleet.servers
+        heldout = self._environment.heldout()
+        episodes = [Episode(e, EVALUATION_GROUP, i, servers[i % len(servers)]) for i, e in enumerate(heldout)]
+        trajectories = await self.sample(episodes) if episodes else []
+        return mean_reward([trajectory.reward for trajectory in trajectories], (), version)
+
+
+class _StageLeft(Exception):
+    """A stop ends the stage; ``whole``: the run is as it was before the stage, so that it can be checkpointed."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+
+
+class ExactRun:
+    """The stages from ``plan.step`` to ``steps``; see the module."""
+
+    def __init__(
+        self,
+        sampler: ExactSampler,
+        fleet: Fleet,
+        sync: WeightSync,
+        recorder: Recorder,
+        trainer: Trainer,
+        plan: ResumePlan,
+        cursor: Cursor,
+        *,
+        steps: int,
+        lag: int,
+        groups_per_step: int,
+        group_size: int,
+        evaluate: Sequence[int],
+        stop: StopRequest,
+    ) -> None:
+        self._sampler, self._fleet, self._sync = sampler, fleet, sync
+        self._recorder, self._trainer, self._cursor = recorder, trainer, cursor
+        self._steps, self._lag = steps, lag
+        self._groups_per_step, self._group_size = groups_per_step, group_size
+        self._evaluate = evaluate
+        self._stop = stop
+        self._known = {plan.cursors[group.group_id]: group for group in plan.buffer}
+        self._batches: dict[int, Batch] = {}
+        self._weights: WeightsReady | None = None
+        self._at = ""
+        self._sampled = -1  # newest stage whose sampling and evaluation are done
+
+    def on_weights(self, weights: WeightsReady) -> None:
+        """The first weights are loaded at once; later ones when their stage begins."""
+        if self._sync.newest is None:
+            self._sync.offer(weights)
+        self._weights = weights
+        self._fleet.changes.notify()
+
+    async def run(self) -> None:
+        """Every stage to the end, or until a stop is asked for; then the last checkpoint and evaluation."""
+        try:
+            while self._trainer.version < self._steps and not self._stop.made:
+                await self._stage(self._trainer.version)
+        except _StageLeft as left:
+            if not left.whole:
+                return await self._trainer.saved()
+        await self._trainer.checkpoint()
+        if self._steps in self._evaluate and not self._stop.made:
+            await self._evaluation(self._steps)
+        await self._trainer.tidy()
+
+    async def _stage(self, step: int) -> None:
+        started = time.monotonic()
+
+        async def sample() -> None:
+            for index in range(step, min(step + self._lag, self._steps - 1) + 1):
+                if index not in self._batches:
+                    self._at = f"batch {index} is being sampled by version {step}"
+                    self._batches[index] = await self._batch(index, step)
+                    self._fleet.changes.notify()
+            if step in self._evaluate:
+                await self._evaluation(step)
+            self._at = f"stage {step} waits for the learner"
+            self._sampled = step
+            self._fleet.changes.notify()
+
+        async def learn() -> tuple[Batch, StepResult, float]:
+            await self._fleet.changes.until(lambda: (step in self._batches or self._stop.made) or None)
+            waited, batch = time.monotonic() - started, self._batches.get(step)
+            if batch is None:
+                raise _StageLeft(whole=True)
+            result = await self._trainer.take(batch, may_go_on=lambda: self._sampled == step)
+            if result is None:
+                raise _StageLeft(whole=True)
+            await self._sampled_in_time(step)
+            return batch, result, waited
+
+        (batch, result, waited), _ = await run_all(learn(), sample())
+        del self._batches[step]
+        await self._trainer.record(batch, result, wait_s=waited, sync=self._sync.take_metrics())
+        await self._trainer.checkpoint_if_due()
+        await self._stop.unless_made(self._publish(step + 1))
+
+    async def _sampled_in_time(self, step: int) -> None:
+        """Wait until the stage's other half is done; after a stop, as long as a step may take."""
+        await self._fleet.changes.until(lambda: (self._sampled == step or self._stop.made) or None)
+        try:
+            await self._fleet.changes.until(lambda: self._sampled == step or None, self._stop.left_for_the_step())
+        except TimeoutError:
+            print(
+                f"stage {step} is left: launch.grace_s = {self._stop.grace_s:g} s had no room for what its version "
+                "was still sampling; a resume takes the step again",
+                flush=True,
+            )
+            raise _StageLeft(whole=False) from None
+
+    async def _publish(self, version: int) -> None:
+        """Load ``version`` on every server, unless nothing will be sampled by it."""
+        if version == self._steps and version not in self._evaluate:
+            return
+        self._at = f"version {version} is being loaded"
+
+        def arrived() -> WeightsReady | None:
+            return self._weights if self._weights is not None and self._weights.version.number == version else None
+
+        weights = await self._fleet.changes.until(arrived)
+        self._sync.offer(weights)
+        await self._sync.all_loaded(version)
+
+    async def _evaluation(self, version: int) -> None:
+        self._at = f"version {version} is being evaluated"
+        result = await self._sampler.accuracy(version)
+        self._trainer.log.evaluated(version, result)
+        print(f"version {version}: held-out accuracy {result['eval/accuracy']:.4f}", flush=True)
+
+    async def _batch(self, index: int, version: int) -> Batch:
+        """Batch ``index``: what is known of it from before a resume, the rest sampled now by ``version``."""
+        positions = range(index * self._groups_per_step, (index + 1) * self._groups_per_step)
+        missing = [position for position in positions if position not in self._known]
+        if missing and version != max(0, index - self._lag):
+            raise RunError(
+                f'lag = "exact" cannot go on from step {version}: batch {index}, which version {index - self._lag} '
+                "sampled, is not complete in rollouts.sqlite; resume from an earlier checkpoint"
+            )
+        if missing:
+            numbered = [(self._cursor.next_group_id + i, position) for i, position in enumerate(missing)]
+            self._cursor.next_group_id += len(missing)
+            groups = await self._sampler.groups(numbered, self._group_size)
+            sampled = dict(zip(missing, groups, strict=True))
+            await self._recorder.write(lambda store: record_whole(store, sampled))
+            self._known |= sampled
+        return Batch(index, tuple(self._known.pop(position) for position in positions))
+
+    def describe(self) -> str:
+        """One phrase for the watchdog."""
+        return self._at

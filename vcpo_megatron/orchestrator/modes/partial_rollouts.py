@@ -1,0 +1,61 @@
+"""Unfinished trajectories at an orderly stop: their answers so far are kept, and an episode is led through them again.
+
+An environment's own state cannot be kept. Its episode starts anew after the resume and is given the answers that were
+sampled before, in place of requests to a server, until there are none left; tokens, log-probs and versions are those of
+before. The last one was cut off by the stop, which is an answer that ends with "abort": the rest of it is sampled. An
+episode that does not ask for the same tokens again (an observation has changed) drops what is left and samples anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import deque
+from collections.abc import Sequence
+
+from ...rollout.agent_loop import Generate
+from ...rollout.client.protocol import GenerateResult, SamplingParams
+from ..store.partial import Answer
+
+
+def _digest(tokens: Sequence[int]) -> int:
+    return zlib.crc32(b"".join(token.to_bytes(4, "little") for token in tokens))
+
+
+class Answers:
+    """``generate`` of one episode: answers of ``before`` first, then those of ``source``. ``given`` is all of them."""
+
+    def __init__(self, source: Generate, before: Sequence[Answer] = ()) -> None:
+        self._source = source
+        self._before = deque(before)
+        self._parking = False
+        self.asking = False  # a server owes an answer
+        self.given: list[Answer] = []
+
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, rid: str) -> GenerateResult:
+        prompt = _digest(input_ids)
+        if self._fits(prompt, sampling):
+            self.given.append(self._before.popleft())
+            return self.given[-1].result
+        self._before.clear()
+        if not self._parking:
+            self.asking = True
+            try:
+                result = await self._source(input_ids, sampling, rid)
+            finally:
+                self.asking = False
+            if result.output_ids:
+                self.given.append(Answer(prompt, result))
+            if not self._parking or result.finish_reason != "abort":
+                return result
+        return await asyncio.get_running_loop().create_future()  # until the episode is cancelled
+
+    def park(self) -> None:
+        """From now on nothing more is asked for; an answer that is cut off now is the last one."""
+        self._parking = True
+
+    def _fits(self, prompt: int, sampling: SamplingParams) -> bool:
+        if not self._before:
+            return False
+        answer = self._before[0]
+        return answer.prompt == prompt and len(answer.result.output_ids) <= sampling.max_new_tokens

@@ -1,0 +1,193 @@
+"""What every kind of run does with a batch: have the learner take the step, record it, write its row, checkpoint.
+
+``take``        consumes: a batch            produces: trained marks in the store, the step's result
+                waits for: StepDone          unblocked by: the learner, or its deadline; after a stop by StepLeft
+``checkpoint``  waits for: CheckpointDone    unblocked by: the learner, or its deadline
+
+A step's trained marks are durable before a checkpoint that contains the step is asked for. The learner copies its
+state and goes on: a checkpoint that is due is waited for only when the next one is, or at the end.
+
+A step that would outlast its part of ``launch.grace_s`` after a stop is left in its middle, as if it had not begun: the
+checkpoint is that of the last step, and the batch's groups, which are in the store, are trained after a resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from ...config.process import WARNING_PREFIX
+from ...config.schema import RunConfig
+from ...observability.mismatch import MismatchWatch
+from ...run.directory import RunDirectory
+from ...run.tasks import RunError, StopRequest, cancel
+from ...types import Batch, StepResult
+from ..peers.learner import LearnerLink
+from ..store.recorder import Recorder
+from ..store.store import Counts, RolloutStore
+from .metrics_log import MetricsLog, step_row
+from .pacing import Pacer
+
+#: So many skipped steps in a row end the run: it does not come back by itself.
+MOST_SKIPPED = 10
+
+
+class Trainer:
+    """``version``: the learner's, equal to the number of steps done. ``requeue`` is what a checkpoint has to remember
+    beside the store: cursor indices of prompts that are to be sampled again (the generation's own list)."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        link: LearnerLink,
+        recorder: Recorder,
+        log: MetricsLog,
+        directory: RunDirectory,
+        *,
+        version: int,
+        fingerprint: str,
+        requeue: Sequence[int],
+        stop: StopRequest,
+    ) -> None:
+        self._config = config
+        self._link = link
+        self._recorder = recorder
+        self.log = log
+        self._directory = directory
+        self.version = version
+        self._saved = version
+        #: Adaptive staleness, where it is on; it learns of every step.
+        self.pacer: Pacer | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._fingerprint = fingerprint
+        self._requeue = requeue
+        self._stop = stop
+        self._last_step_s = 0.0
+        self._step_ended = time.monotonic()
+        self._skipped_in_a_row = 0
+        self._mismatch = MismatchWatch(config)
+
+    def begin(self) -> None:
+        """Everything is started: the first step's time counts from here."""
+        self._step_ended = time.monotonic()
+
+    async def take(self, batch: Batch, *, may_go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
+        """One optimizer step on ``batch``; None when it was left because of a stop. ControlError when the learner
+        fails. ``may_go_on()``, asked at a stop: whether the step is worth to be waited for."""
+        started = time.monotonic()
+        leaving = asyncio.create_task(self._leave_in_time(batch.step, started, may_go_on))
+        try:
+            result = await self._link.train(batch)
+        finally:
+            await cancel(leaving)
+        if result is None:
+            print(
+                f"step {batch.step} was left in its middle (launch.grace_s = {self._stop.grace_s:g} s); its "
+                f"{len(batch.groups)} groups are trained after a resume",
+                flush=True,
+            )
+            return None
+        self._last_step_s = time.monotonic() - started
+        groups = [group.group_id for group in batch.groups]
+        staleness = [batch.step - group.oldest_version for group in batch.groups]
+
+        def mark(store: RolloutStore) -> None:
+            store.mark_trained(batch.step, result.trajectories, groups, staleness, skipped=result.skipped)
+
+        await self._recorder.write(mark)
+        self.version = batch.step + 1
+        if self.pacer is not None:
+            self.pacer.observe(result.metrics.get("ess/ratio", math.nan))
+        if warning := self._mismatch.observe(batch.step, result.metrics):
+            print(f"{WARNING_PREFIX}{warning}", flush=True)
+        if result.skipped:
+            print(f"step {batch.step} was skipped: {result.skipped}", flush=True)
+        return result
+
+    async def _leave_in_time(self, step: int, started: float, may_go_on: Callable[[], bool]) -> None:
+        """After a stop, ask for the step to be left: at once when the last one says that it needs longer than it has,
+        else when its time is over."""
+        await self._stop.wait()
+        expected = started + self._last_step_s - time.monotonic()
+        if may_go_on() and expected < self._stop.left_for_the_step():
+            await asyncio.sleep(self._stop.left_for_the_step())
+        await self._link.leave(step)
+
+    async def record(self, batch: Batch, result: StepResult, *, wait_s: float, sync: Mapping[str, float]) -> None:
+        """Write the row of the step that was taken last, with what ``sync`` measured; RunError when it was one skipped
+        step too many."""
+        counts: Counts = await self._recorder.write(lambda store: store.counts())
+        now = time.monotonic()
+        times = {"time/step": now - self._step_ended, "time/wait_batch": wait_s, **sync}
+        self._step_ended = now
+        row = step_row(batch, result, counts, times)
+        if self.pacer is not None:
+            row["staleness/admitted"] = self.pacer.lag
+        self.log.add(row)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
+        if self._skipped_in_a_row >= MOST_SKIPPED:
+            raise RunError(
+                f"{self._skipped_in_a_row} steps in a row were skipped, up to step {batch.step} ({result.skipped}): "
+                "the run has diverged; go back with --resume --from-step N to a checkpoint before it did, with a lower "
+                "optimizer.lr"
+            )
+
+    async def checkpoint_if_due(self) -> None:
+        """Begin a checkpoint after every ``checkpoint.every`` steps; training goes on while it is written."""
+        every = self._config.checkpoint.every
+        if every and self.version % every == 0:
+            await self._begin_checkpoint()
+
+    async def checkpoint(self) -> None:
+        """Checkpoint the current version unless that was done; returns when everything that was begun is complete."""
+        await self._begin_checkpoint()
+        await self.saved()
+
+    async def saved(self) -> None:
+        """Wait for the checkpoint that is being written, if any."""
+        if self._saving is not None:
+            await self._saving
+            self._saving = None
+
+    async def _begin_checkpoint(self) -> None:
+        await self.saved()
+        if self.version == self._saved:
+            return
+        self._saved = self.version
+        store = await self._recorder.write(lambda store: store.state())
+        state: dict[str, Any] = {
+            "store": store,
+            "requeue": list(self._requeue),
+            "rows": [dict(row) for row in self.log.held],
+            "environment": self._fingerprint,
+        }
+        if self.pacer is not None:
+            state["pacer"] = self.pacer.state()
+        done = await self._link.checkpoint(self.version, state)
+        self._saving = asyncio.create_task(self._save(self.version, done))
+
+    async def _save(self, step: int, done: Coroutine[Any, Any, float]) -> None:
+        seconds = await done
+        print(f"checkpoint step_{step} written in {seconds:.1f} s", flush=True)
+        await self.tidy()
+
+    async def tidy(self) -> None:
+        """Mark the checkpoint of the highest held-out accuracy, and remove those that are not to be kept; the same for
+        the tokens of old rollouts, but for those that the newest checkpoints may go back to."""
+        best = await asyncio.to_thread(self._directory.mark_best, self.log.accuracy)
+        keep = () if best is None or not self._config.checkpoint.keep_best else (best,)
+        for line in await asyncio.to_thread(self._directory.prune, self._config.checkpoint.keep_last, keep):
+            print(f"{WARNING_PREFIX}{line}", flush=True)
+        steps = await asyncio.to_thread(self._directory.complete_steps)
+        if not steps:
+            return
+        oldest = steps[-self._config.checkpoint.keep_last :][0]  # groups that ended before it never come back
+        if self._config.rollout.routing_replay:
+            await self._recorder.write(lambda store: store.prune_routing(oldest))
+        rollouts = self._config.checkpoint.keep_rollouts
+        if rollouts is not None:
+            before = min(oldest, self.version - rollouts)
+            await self._recorder.write(lambda store: store.prune_samples(before))

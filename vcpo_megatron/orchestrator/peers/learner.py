@@ -1,0 +1,240 @@
+"""The orchestrator's side of the talk with the learner: who asked, who waits, and for how long.
+
+``LearnerLink.receive``    consumes: messages of the learner    produces: answers, ``on_weights`` calls
+                           waits for: the next message          unblocked by: the learner
+``LearnerLink.heartbeat``  consumes: nothing                    produces: Heartbeat, for the learner's own deadline
+                           waits for: time; ends the run when weights are owed and the learner is silent
+``train``, ``checkpoint``, ``probe``
+                           wait for: their answer               unblocked by: ``receive``, or by the learner's silence:
+                           ``launch.timeout_s`` seconds without any message end the wait with ControlError
+
+One question of a kind is open at a time. The learner answers in order, but for a checkpoint: it goes on to the next
+question while that is being written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from ...transport.messages import (
+    BatchReady,
+    Checkpoint,
+    CheckpointDone,
+    ControlError,
+    Error,
+    GroupOpened,
+    Heartbeat,
+    Hello,
+    LeaveStep,
+    Loaded,
+    Message,
+    Probe,
+    ProbeResult,
+    SendingFailed,
+    StepDone,
+    StepLeft,
+    Stop,
+    SyncDone,
+    WeightsBucket,
+    WeightsReady,
+    WeightsSent,
+)
+from ...types import Batch, PolicyVersion, StepResult
+
+_M = TypeVar("_M", Hello, Loaded, ProbeResult, StepDone, CheckpointDone, WeightsReady)
+
+
+class ControlSocket(Protocol):
+    """What the link needs of ``transport.control.ControlServer``."""
+
+    async def receive(self) -> Message: ...
+
+    async def send(self, message: Message) -> None: ...
+
+
+class LearnerLink:
+    """``on_weights`` is called for every WeightsReady, before it is acknowledged, and ``on_sender`` for what else the
+    learner's sender of weights says. ``needs_weights``: it is an error
+    when the learner does not send any after its start or after a step."""
+
+    def __init__(
+        self,
+        socket: ControlSocket,
+        timeout_s: float,
+        *,
+        on_weights: Callable[[WeightsReady], None],
+        on_sender: Callable[[Message], None] = lambda message: None,
+        needs_weights: bool = True,
+    ) -> None:
+        self._on_sender = on_sender
+        self._needs_weights = needs_weights
+        self._socket = socket
+        self._timeout_s = timeout_s
+        self._on_weights = on_weights
+        self._answers: dict[type, asyncio.Future[Any]] = {}
+        self._heard = time.monotonic()
+        self._doing = "has not said hello"
+        self._asked: dict[type, str] = {}
+        self._given_up: set[type] = set()  # asked for by somebody who was cancelled, or lost patience
+        self._connected = False
+        self._owes_weights = False
+        self._weights = PolicyVersion(0, 0)  # the newest that came
+        self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
+        self._loaded: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
+
+    # --- loops --------------------------------------------------------------------------------
+
+    async def receive(self) -> None:
+        """Dispatch messages until cancelled. ControlError when the learner reports an error or speaks out of turn."""
+        while True:
+            message = await self._socket.receive()
+            self._heard = time.monotonic()
+            match message:
+                case Error():
+                    raise ControlError(f"{message.sender}: {message.message}")
+                case Heartbeat():
+                    self._doing = message.doing
+                case WeightsReady():
+                    self._owes_weights, self._weights = False, message.version
+                    self._on_weights(message)
+                    await self._socket.send(SyncDone(message.version))
+                case GroupOpened() | WeightsBucket() | WeightsSent() | SendingFailed():
+                    self._on_sender(message)
+                case Hello():
+                    if self._connected:
+                        raise ControlError("the learner said hello twice: it was restarted behind the run's back")
+                    self._connected = True
+                    self._owes_weights = self._needs_weights
+                    self._hello.set_result(message)
+                case Loaded() if not self._loaded.done():
+                    self._loaded.set_result(message)
+                case _:
+                    kind = StepDone if isinstance(message, StepLeft) else type(message)
+                    waiting = self._answers.pop(kind, None)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(message)
+                    elif kind in self._given_up:
+                        self._given_up.remove(kind)  # an answer after its time must not hide why nobody waits for it
+                    else:
+                        raise ControlError(f"the learner sent {type(message).__name__}, which nobody asked for")
+
+    async def heartbeat(self) -> None:
+        """Tell the learner regularly that the orchestrator lives; ControlError when it owes weights and is silent."""
+        while True:
+            if self._owes_weights and time.monotonic() - self._heard > self._timeout_s:
+                raise ControlError(
+                    f"the learner was silent for {self._timeout_s:g} s (launch.timeout_s) while it owed the weights of "
+                    f"its newest version; it last said: {self._doing}"
+                )
+            if self._connected:
+                await self._socket.send(Heartbeat("orchestrator", "running"))
+            await asyncio.sleep(min(10.0, self._timeout_s / 4))
+
+    # --- questions ----------------------------------------------------------------------------
+
+    async def hello(self) -> Hello:
+        """The learner's first message; ControlError when none comes in time."""
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._hello), self._timeout_s)
+        except TimeoutError:
+            raise ControlError(
+                f"the learner did not connect within {self._timeout_s:g} s (launch.timeout_s); see its log"
+            ) from None
+
+    async def loaded(self) -> None:
+        """Wait until the learner holds the parameters that this attempt begins with; ControlError when it is silent."""
+        self._asked[Loaded] = "its parameters"
+        await self._answer(self._loaded, Loaded)
+
+    async def probe(self, tokens: np.ndarray) -> np.ndarray:
+        """Log-probs float32 [L-1] of ``tokens`` int32 [L] under the learner's parameters."""
+        return (await self._ask(Probe(tokens), ProbeResult)).logprobs
+
+    async def train(self, batch: Batch) -> StepResult | None:
+        """Have the learner take one step; None when it was left. ControlError when it answers for another one."""
+        answer: StepDone | StepLeft = await self._ask(BatchReady(batch), StepDone)
+        if isinstance(answer, StepLeft):
+            return None
+        result = answer.result
+        self._owes_weights = self._needs_weights and self._weights < result.version
+        if result.step != batch.step or result.version.number != batch.step + 1:
+            raise ControlError(
+                f"the learner was asked for step {batch.step} and answered step {result.step}, version {result.version}"
+            )
+        return result
+
+    async def leave(self, step: int) -> None:
+        """Ask the learner to leave ``step``, which ``train`` waits for."""
+        await self._socket.send(LeaveStep(step))
+
+    async def checkpoint(self, step: int, state: dict[str, Any]) -> Coroutine[Any, Any, float]:
+        """Have the learner save checkpoint ``step`` with our ``state`` in its manifest. Returns when it is asked,
+        before any later question; what it returns waits for the checkpoint to be complete: seconds it took."""
+        answer = await self._put(Checkpoint(step, state), CheckpointDone)
+        return self._checkpoint_done(step, answer)
+
+    async def _checkpoint_done(self, step: int, answer: asyncio.Future[CheckpointDone]) -> float:
+        done = await self._answer(answer, CheckpointDone)
+        if done.step != step:
+            raise ControlError(f"the learner was asked for checkpoint {step} and answered {done.step}")
+        return done.seconds
+
+    async def stop(self, reason: str) -> None:
+        """Tell the learner to end with exit code 0; nothing when it never connected."""
+        if self._connected:
+            await self._socket.send(Stop(reason))
+
+    async def report(self, failure: str) -> None:
+        """Tell the learner that the run failed, and why; nothing when it never connected."""
+        if self._connected:
+            await self._socket.send(Error("orchestrator", failure))
+
+    async def tell(self, message: Message) -> None:
+        """Send what the learner's sender of weights is to do."""
+        await self._socket.send(message)
+
+    async def _ask(self, question: Message, kind: type[_M]) -> _M:
+        return await self._answer(await self._put(question, kind), kind)
+
+    async def _put(self, question: Message, kind: type[_M]) -> asyncio.Future[_M]:
+        answer: asyncio.Future[_M] = asyncio.get_running_loop().create_future()
+        self._answers[kind] = answer
+        self._asked[kind] = type(question).__name__
+        self._heard = time.monotonic()
+        await self._socket.send(question)
+        return answer
+
+    async def _answer(self, answer: asyncio.Future[_M], kind: type[_M]) -> _M:
+        try:
+            while not answer.done():
+                left = self._heard + self._timeout_s - time.monotonic()
+                if left <= 0:
+                    raise ControlError(
+                        f"the learner was silent for {self._timeout_s:g} s (launch.timeout_s) while it owed "
+                        f"{kind.__name__}; it last said: {self._doing}"
+                    )
+                await asyncio.wait([answer], timeout=left)
+            return answer.result()
+        finally:
+            if not answer.done():
+                self._given_up.add(kind)
+            self._answers.pop(kind, None)
+            self._asked.pop(kind, None)
+
+    def describe(self) -> str:
+        """One phrase for the watchdog."""
+        silent = time.monotonic() - self._heard
+        asked = " and ".join(self._asked.values()) or "nothing"
+        return f"learner asked for {asked}, silent for {silent:.0f} s, last said: {self._doing}"
+
+
+def version_mismatch(hello: Hello, expected: PolicyVersion) -> str | None:
+    """Why the learner that said ``hello`` is not the one this attempt needs, or None."""
+    if hello.version == expected:
+        return None
+    return f"the learner's parameters are version {hello.version}, this attempt starts at {expected}"

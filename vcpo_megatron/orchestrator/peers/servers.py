@@ -1,0 +1,150 @@
+"""The fleet of a run: servers started as child processes of the orchestrator, or joined by their addresses.
+
+A started server runs under this interpreter (the embedded engine) or under ``rollout.python`` (SGLang), on its own
+share of ``context.server_devices``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+
+from ...config.process import NOTE_PREFIX, ProcessContext
+from ...config.schema import RunConfig
+from ...models.folder import read_model
+from ...rollout.client.http import ServerClient
+from ...rollout.client.routed_experts import RoutingShape
+from ...rollout.fleet.fleet import Changes, Fleet, FleetOptions
+from ...rollout.fleet.router import Router, RouterClient
+from ...rollout.fleet.server import Process, Server
+from ...rollout.fleet.sglang import SglangServer
+from ...run.tasks import RunError, run_beside
+from ...transport.child import start_child, stop_child
+
+_HOST = "127.0.0.1"
+#: Seconds that a server gets to end after SIGTERM.
+_GRACE_S = 5.0
+#: How often a user is told that servers are still waited for.
+SAY_EVERY_S = 30.0
+
+
+def embedded_command(context: ProcessContext, config: RunConfig, index: int) -> list[str]:
+    """Command line of embedded server ``index``."""
+    command = [
+        sys.executable,
+        "-m",
+        "vcpo_megatron.rollout.embedded",
+        "--model-path",
+        str(config.model.path),
+        "--host",
+        _HOST,
+        "--port",
+        str(context.server_ports[index]),
+        "--dtype",
+        config.model.dtype,
+        "--max-running-requests",
+        str(config.rollout.max_running_requests),
+    ]
+    if config.rollout.context_length is not None:
+        command += ["--context-length", str(config.rollout.context_length)]
+    if config.staleness.lag == "exact":
+        command.append("--enable-deterministic-inference")
+    if config.rollout.routing_replay:
+        command.append("--enable-return-routed-experts")
+    return command
+
+
+def sglang_server(context: ProcessContext, config: RunConfig, index: int) -> SglangServer:
+    """SGLang server ``index``."""
+    rollout, ways = config.rollout, config.rollout.tensor_parallel
+    assert rollout.python is not None  # config/checks/servers.py asks for it
+    return SglangServer(
+        python=rollout.python,
+        model_path=config.model.path,
+        host=_HOST,
+        port=context.server_ports[index],
+        dtype=config.model.dtype,
+        context_length=rollout.context_length or read_model(config.model.path).max_position_embeddings,
+        max_running_requests=rollout.max_running_requests,
+        devices=context.server_devices[index * ways : (index + 1) * ways],
+        args=(*(("--enable-return-routed-experts",) if rollout.routing_replay else ()), *rollout.args),
+    )
+
+
+def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, changes: Changes) -> Fleet:
+    """The servers of a run, not started yet."""
+    rollout = config.rollout
+    routing = RoutingShape.of(read_model(config.model.path)) if rollout.routing_replay else None
+
+    def launch(index: int) -> Process:
+        env = {**context.environment(), "RANK": str(index), "PYTHONUNBUFFERED": "1"}
+        if rollout.engine == "sglang":
+            server = sglang_server(context, config, index)
+            command, env = server.command(), env | server.environment()
+        else:
+            command = embedded_command(context, config, index)
+        return start_child(command, env=env, log=context.directory.log("server", index))
+
+    def stop(process: Process) -> int:
+        assert isinstance(process, subprocess.Popen)
+        return stop_child(process, grace_s=_GRACE_S)
+
+    started = [f"http://{_HOST}:{port}" for port in context.server_ports]
+    servers = [
+        Server(
+            index,
+            ServerClient(address, vocab_size, rollout.request_timeout_s, routing),
+            context.directory.log("server", index),
+            joined=bool(rollout.addresses),
+        )
+        for index, address in enumerate(rollout.addresses or started)
+    ]
+    options = FleetOptions(
+        capacity=rollout.max_running_requests,
+        max_restarts=rollout.max_restarts,
+        start_timeout_s=rollout.start_timeout_s,
+        takeover_timeout_s=rollout.start_timeout_s + rollout.sync_timeout_s,
+        health_interval_s=rollout.health_interval_s,
+        health_timeout_s=rollout.health_timeout_s,
+    )
+    return Fleet(servers, options, launch=launch, stop=stop, changes=changes, router=_router(config, vocab_size))
+
+
+async def all_answer(fleet: Fleet) -> None:
+    """Wait until every server answers, and say now and then how many do; ``Fleet.answering`` says what bounds it."""
+
+    started, limit = time.monotonic(), fleet.options.start_timeout_s
+
+    async def say() -> None:
+        while True:
+            ready = sum(server.available for server in fleet.servers)
+            time_used = f"{time.monotonic() - started:.0f} of {limit:g} s, rollout.start_timeout_s"
+            print(
+                f"{NOTE_PREFIX}waiting for rollout servers: {ready} of {len(fleet.servers)} ready ({time_used})",
+                flush=True,
+            )
+            await asyncio.sleep(SAY_EVERY_S)
+
+    await run_beside(fleet.answering(), say())
+
+
+async def back_in_service(fleet: Fleet, server: Server) -> None:
+    """Wait until ``server`` serves, at once where it does; RunError when it takes too long to be restarted."""
+    try:
+        await fleet.changes.until(lambda: server.serving or None, fleet.options.takeover_timeout_s)
+    except TimeoutError:
+        raise RunError(f"{server.name} did not come back in time, see {server.log}") from None
+
+
+def _router(config: RunConfig, vocab_size: int) -> Router | None:
+    rollout = config.rollout
+    if rollout.router is None:
+        return None
+    return Router(
+        RouterClient(rollout.router, vocab_size, rollout.request_timeout_s),
+        [address.rstrip("/") for address in rollout.addresses],
+        interval_s=rollout.health_interval_s,
+        timeout_s=rollout.start_timeout_s,
+    )

@@ -1,0 +1,254 @@
+"""Weights from the learner to the rollout servers: which server needs which version, and whose turn it is.
+
+    learner --WeightsReady--> offer --> newest --+                   +--> wave: pause ... continue --> fleet.loaded
+                               |                 +--> target(server) +--> wave ...
+                               +--> pinned ------+
+                              (an evaluation is due at this version)
+
+``offer``              consumes: WeightsReady           produces: the newest payload; a pinned one if evaluation is due
+``run``                consumes: servers' targets       produces: ``fleet.loaded``, which wakes admission
+                       waits for: a target that a server does not hold, and its turn
+                       unblocked by: offer, unpin, a restart (the server is EMPTY), the end of a wave
+``pinned_loaded``      waits for: the evaluating servers at the pinned version    unblocked by: ``run``
+
+Updates roll: at most ``wave`` servers are paused at a time, those without a version first, then the oldest; all at
+once while none serves. Every server has a version of its own, and skips versions that came while others were updated.
+An evaluating server's target stays the pinned version until ``unpin``: its updates are deferred, not missed. A refused
+update is tried once more, whole; then the run ends. A server that does not take an update within
+``rollout.sync_timeout_s`` is replaced if it may be restarted, else the run ends. Of a wave that shares a broadcast it
+is not known for certain who failed: its servers are then updated again, each alone, unless all but one had answered
+when time ran out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from ...rollout.client.http import ServerUnavailable
+from ...rollout.fleet.fleet import Fleet
+from ...rollout.fleet.server import Server
+from ...run.tasks import cancel
+from ...transport.messages import WeightsReady
+from ...types import PolicyVersion
+from ...weight_sync.update import Updater, Wave, WaveFailed
+
+
+class SyncError(RuntimeError):
+    """A server does not take new weights; the message is one line for the user."""
+
+
+class WeightSync:
+    """``evaluators`` are the servers whose updates wait while an evaluation is pinned to a version;
+    ``is_pinned(number)`` says for which versions one is due."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        updater: Updater,
+        *,
+        wave: int,
+        timeout_s: float,
+        evaluators: Sequence[Server] = (),
+        is_pinned: Callable[[int], bool] = lambda number: False,
+    ) -> None:
+        self._fleet = fleet
+        self._updater = updater
+        self._wave = wave
+        self._timeout_s = timeout_s
+        self.evaluators = tuple(evaluators)
+        self._is_pinned = is_pinned
+        self._newest: WeightsReady | None = None
+        self._pinned: WeightsReady | None = None
+        self._held: dict[PolicyVersion, WeightsReady] = {}  # offered and not released
+        self._waves: dict[asyncio.Task[None], Wave | None] = {}  # None: a release
+        self._alone: set[Server] = set()
+        self._refusals: dict[tuple[Server, int], int] = {}  # by server and life
+        self._seconds = 0.0
+
+    # --- what is to be loaded -----------------------------------------------------------------
+
+    def offer(self, weights: WeightsReady) -> None:
+        """Take over the learner's newest weights; the ones before are forgotten unless they are pinned."""
+        self._newest = self._held[weights.version] = weights
+        if self._is_pinned(weights.version.number):
+            if self._pinned is not None:
+                raise SyncError(
+                    f"an evaluation is due at version {weights.version} while that of {self._pinned.version} still runs"
+                )
+            self._pinned = weights
+        self._fleet.changes.notify()
+
+    def unpin(self) -> None:
+        """The pinned evaluation is done: its servers catch up with the newest version."""
+        self._pinned = None
+        self._fleet.changes.notify()
+
+    def _target(self, server: Server) -> WeightsReady | None:
+        return self._pinned if self._pinned is not None and server in self.evaluators else self._newest
+
+    @property
+    def newest(self) -> PolicyVersion | None:
+        return self._newest.version if self._newest else None
+
+    # --- waiting ------------------------------------------------------------------------------
+
+    async def pinned_loaded(self, version: int) -> None:
+        """Wait until every evaluating server holds the pinned version ``version``. Updates and restarts end by
+        themselves, or end the run, within their own deadlines."""
+
+        def look() -> bool | None:
+            pinned = self._pinned
+            if pinned is None or pinned.version.number != version:
+                return None
+            return all(server.version == pinned.version for server in self.evaluators) or None
+
+        await self._fleet.changes.until(look)
+
+    async def all_loaded(self, version: int) -> None:
+        """Wait until every server holds version ``version``; bounded as ``pinned_loaded`` is."""
+
+        def look() -> bool | None:
+            versions = [server.version for server in self._fleet.servers]
+            return all(loaded is not None and loaded.number == version for loaded in versions) or None
+
+        await self._fleet.changes.until(look)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Seconds of the longest update since the last call, 0.0 when there was none, and how many were verified."""
+        found, self._seconds = {"time/sync": self._seconds}, 0.0
+        if (book := self._updater.book) is not None:
+            found["sync/verified"], book.verified = book.verified, 0
+        return found
+
+    # --- whose turn it is ---------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep every server at its target until cancelled; SyncError when one cannot be."""
+        try:
+            while True:
+                for task in [task for task in self._waves if task.done()]:
+                    del self._waves[task]
+                    task.result()
+                if (wave := self._next_wave()) is not None:
+                    for server in wave.servers:
+                        server.updating = True
+                    self._start(self._update(wave), wave)
+                elif (old := self._unused()) is not None:
+                    self._start(self._updater.courier(old).release(old), None)
+                else:
+                    await self._fleet.changes.wait()
+        finally:
+            await cancel(*self._waves)
+
+    def _start(self, work: Coroutine[Any, Any, None], wave: Wave | None) -> None:
+        task = asyncio.ensure_future(work)
+        self._waves[task] = wave
+        task.add_done_callback(lambda _: self._fleet.changes.notify())
+
+    def _unused(self) -> WeightsReady | None:
+        """Weights, no longer held, that nobody will be given any more."""
+        used = {wave.weights.version for wave in self._waves.values() if wave is not None}
+        used |= {weights.version for weights in (self._newest, self._pinned) if weights is not None}
+        version = next((version for version in self._held if version not in used), None)
+        return None if version is None else self._held.pop(version)
+
+    def _next_wave(self) -> Wave | None:
+        servers = self._fleet.servers
+        due = [(server, target) for server in servers if (target := self._due(server)) is not None]
+        if not due:
+            return None
+        due.sort(key=lambda pair: (_age(pair[0]), pair[0].index))
+        rolls = any(server.serving for server in servers)
+        busy = sum(server.updating for server in servers)
+        if busy >= (self._wave if rolls else len(servers)):
+            return None
+        first, target = due[0]
+        if not self._updater.courier(target).together:
+            return Wave([first], target)
+        if busy:  # the learner sends one broadcast at a time
+            return None
+        if first in self._alone:
+            return Wave([first], target)
+        chosen = [server for server, wanted in due if wanted is target and server not in self._alone]
+        if rolls:  # the same servers together every time, so that their group is used again
+            chosen = [server for server in chosen if server.index // self._wave == first.index // self._wave]
+        return Wave(sorted(chosen, key=lambda server: server.index), target)
+
+    def _due(self, server: Server) -> WeightsReady | None:
+        """What ``server`` is to be given now, if anything."""
+        target = self._target(server)
+        if target is None or not server.available or server.updating or server.version == target.version:
+            return None
+        return target if self._fleet.check(server, server.life) else None
+
+    # --- one wave -----------------------------------------------------------------------------
+
+    async def _update(self, wave: Wave) -> None:
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._updater.run(wave)
+        except WaveFailed as failure:
+            await self._failed(wave, failure.cause, by_learner=failure.server is None)
+        except TimeoutError as error:
+            await self._failed(wave, error)
+        else:
+            self._seconds = max(self._seconds, time.monotonic() - started)
+            for server, life in zip(wave.servers, wave.lives, strict=True):
+                self._refusals.pop((server, life), None)
+                self._alone.discard(server)
+                if server.life == life:
+                    self._fleet.loaded(server, wave.weights.version)
+        finally:
+            for server in wave.servers:
+                server.updating = False
+
+    async def _failed(self, wave: Wave, error: Exception, *, by_learner: bool = False) -> None:
+        """The wave's servers hold no known version. Which of them failed is known when there is only one, or when time
+        ran out for only one."""
+        for server in wave.servers:
+            self._fleet.missed(server)
+        version = wave.weights.version
+        late = wave.waits_for if isinstance(error, TimeoutError) else set()
+        if len(wave.servers) > 1 and len(late) != 1:
+            self._alone |= set(wave.servers)
+            names = ", ".join(server.name for server in wave.servers)
+            print(f"weights {version} did not reach {names} ({_why(wave, error)}); trying each alone", flush=True)
+            return
+        server = next(iter(late), wave.servers[0])
+        life = wave.lives[wave.servers.index(server)]
+        if not self._fleet.check(server, life):
+            return  # it died; supervision restarts it, or has done so
+        if isinstance(error, ServerUnavailable | TimeoutError):
+            await self._unreachable(server, wave, error)
+            return
+        refusals = self._refusals[server, life] = self._refusals.get((server, life), 0) + 1
+        what = f"{server.name} refused weights {version}"
+        if by_learner:
+            what = f"weights {version} did not reach {server.name}"
+        if refusals > 1:
+            raise SyncError(f"{what} twice: {error}" + ("" if by_learner else f", see {server.log}")) from error
+        print(f"{what} ({error}); trying once more", flush=True)
+
+    async def _unreachable(self, server: Server, wave: Wave, error: Exception) -> None:
+        """The server lives and does not answer: it is replaced if that is allowed."""
+        if server.starts > self._fleet.options.max_restarts:
+            limit = f"within {self._timeout_s:g} s (rollout.sync_timeout_s) in step: {wave.at}"
+            raise SyncError(
+                f"{server.name} did not take weights {wave.weights.version} "
+                f"{limit if isinstance(error, TimeoutError) else f'({error})'}, see {server.log}; "
+                f"rollout.max_restarts is {self._fleet.options.max_restarts}"
+            ) from error
+        await self._fleet.replace(server)
+
+
+def _age(server: Server) -> int:
+    """Number of the version, -1 without one: lower is more urgent."""
+    return -1 if server.version is None else server.version.number
+
+
+def _why(wave: Wave, error: Exception) -> str:
+    return f"out of time in step: {wave.at}" if isinstance(error, TimeoutError) else str(error)

@@ -1,0 +1,408 @@
+"""The durable record of every group and trajectory: one SQLite file, opened by the orchestrator alone.
+
+    group        admitted -> sampled (all members in) -> trained(step) | dropped(reason) | failed(reason)
+    trajectory   the same; when one fails, the other members of its group are dropped, or another one takes its
+                 place in the group
+
+Every trajectory of an admitted group ends in exactly one of the three final states; only ``resume``,
+which goes back to a checkpoint, undoes an end. A change is on disk when its method, or the outermost
+``transaction``, returns. The methods block for as long as the disk takes: the orchestrator's event
+loop calls them from one worker thread (any thread may call, but only one at a time).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...types import PolicyVersion, Trajectory, TrajectoryResult
+from .partial import Answer, from_text, to_text
+from .reader import Counts, StoreReader
+from .records import COLUMNS, ROUTING_COLUMNS, problem_of, routing_row, to_row
+from .resume import PartialGroup, ResumePlan, undo_after
+from .schema import (
+    ADMITTED,
+    DROPPED,
+    FAILED,
+    RUN_ENDED,
+    SAMPLED,
+    TRAINED,
+    ReadOnlyFile,
+    StoreError,
+    StoreFullError,
+    open_exclusively,
+)
+from .schema import store_errors as _store_errors
+
+__all__ = ["Counts", "PartialGroup", "ResumePlan", "RolloutStore", "StoreError", "StoreFullError", "StoreReader"]
+
+_INSERT_SAMPLE = f"INSERT INTO samples ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
+
+_INSERT_ROUTING = f"INSERT INTO routing ({', '.join(ROUTING_COLUMNS)}) VALUES ({', '.join('?' * len(ROUTING_COLUMNS))})"
+
+
+class RolloutStore(StoreReader):
+    """The store, open for writing.
+
+    Opening makes the file when there is none, unless ``create`` is False. StoreError: it is missing then, another
+    process has it open, it belongs to another program, it is newer than this program, or its folder cannot be written.
+    """
+
+    def __init__(self, path: Path, *, create: bool = True) -> None:
+        connection = open_exclusively(path, create=create)
+        self._in_transaction = False
+        super().__init__(path, connection, connection.close)
+
+    @staticmethod
+    def open_readonly(path: Path) -> StoreReader:
+        """Open a run's store for reading: in place, or as a copy where its folder is read-only or the run goes on."""
+        file = ReadOnlyFile(path)
+        return StoreReader(path, file.connection, file.close)
+
+    def __enter__(self) -> RolloutStore:
+        return self
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Everything inside is written as a whole, with one fsync, or not at all; may be nested.
+
+        Do not go on inside a transaction after an error in it.
+        """
+        if self._in_transaction:
+            yield
+            return
+        self._in_transaction = True
+        try:
+            with _store_errors(self._path):
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield
+                self._connection.execute("COMMIT")
+        except BaseException:  # not handled here: nothing of it is written
+            with _store_errors(self._path):
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                self._totals = self._count()
+            raise
+        finally:
+            self._in_transaction = False
+
+    # --- a group's life -----------------------------------------------------------------------
+
+    def admit(self, group_id: int, prompt_id: str, cursor_index: int, size: int, version: PolicyVersion) -> None:
+        """Record a new group of ``size`` trajectories of data-set position ``cursor_index``.
+
+        A position may be admitted again once its former group was dropped or has failed. StoreError when the
+        group id was used, or when the position is queued or trained already.
+        """
+        if size < 1:
+            raise StoreError(f"group {group_id} has size {size}; a group has at least one trajectory")
+        with self.transaction():
+            taken = self._rows("SELECT state FROM groups WHERE group_id = ?", (group_id,))
+            if taken:
+                raise StoreError(f"group {group_id} was admitted before (it is {taken[0][0]}) in {self._path}")
+            current = self._rows(
+                "SELECT group_id, state FROM groups WHERE cursor_index = ? AND current = 1", (cursor_index,)
+            )
+            if current and current[0]["state"] not in (DROPPED, FAILED):
+                raise StoreError(
+                    f"group {group_id}: data position {cursor_index} belongs to group {current[0]['group_id']}, "
+                    f"which is {current[0]['state']}"
+                )
+            self._connection.execute(
+                "UPDATE groups SET current = 0 WHERE cursor_index = ? AND current = 1", (cursor_index,)
+            )
+            self._connection.execute(
+                "INSERT INTO groups (group_id, prompt_id, cursor_index, size, admitted_version, state) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (group_id, prompt_id, cursor_index, size, str(version), ADMITTED),
+            )
+            self._connection.executemany(
+                "INSERT INTO trajectories (group_id, sample_index, state) VALUES (?, ?, ?)",
+                [(group_id, sample, ADMITTED) for sample in range(size)],
+            )
+            self._totals[ADMITTED] += size
+
+    def add_trajectory(self, trajectory: Trajectory) -> bool:
+        """Record a finished trajectory; its group is complete when all its members are in.
+
+        False, and nothing changes: its group has ended before (it is counted there). StoreError: it was
+        never admitted, came before, holds no sampled token, or has a reward that is not finite.
+        """
+        where = f"trajectory {trajectory.uid}"
+        if problem := problem_of(trajectory):
+            raise StoreError(f"{where} {problem}; record it as failed")
+        group_id, sample = trajectory.group_id, trajectory.sample_index
+        with self.transaction():
+            group = self._group(group_id)
+            if group["state"] not in (ADMITTED, SAMPLED):
+                return False
+            if group["prompt_id"] != trajectory.prompt_id:
+                raise StoreError(f"{where} is of prompt {trajectory.prompt_id!r}, not {group['prompt_id']!r}")
+            if self._member_state(group_id, sample) != ADMITTED:
+                raise StoreError(f"{where} came twice")
+            self._connection.execute(_INSERT_SAMPLE, to_row(trajectory))
+            if (routing := routing_row(trajectory)) is not None:
+                self._connection.execute(_INSERT_ROUTING, routing)
+            self._connection.execute(
+                "UPDATE trajectories SET state = ?, reward = ?, oldest_version = ?, newest_version = ? "
+                "WHERE group_id = ? AND sample_index = ?",
+                (
+                    SAMPLED,
+                    float(trajectory.reward),
+                    trajectory.oldest_version,
+                    trajectory.newest_version,
+                    group_id,
+                    sample,
+                ),
+            )
+            self._unpark(group_id, sample)
+            self._totals[ADMITTED] -= 1
+            self._totals[SAMPLED] += 1
+            missing = "SELECT 1 FROM trajectories WHERE group_id = ? AND state = ? LIMIT 1"
+            if not self._rows(missing, (group_id, ADMITTED)):
+                self._connection.execute("UPDATE groups SET state = ? WHERE group_id = ?", (SAMPLED, group_id))
+            return True
+
+    def mark_trained(
+        self,
+        step: int,
+        results: Sequence[TrajectoryResult],
+        group_ids: Sequence[int],
+        staleness: Sequence[int],
+        *,
+        skipped: str = "",
+    ) -> None:
+        """Record that ``step`` consumed the groups, in this order.
+
+        staleness: versions between sampling and use, one a group. skipped: the reason when the step left the
+        parameters unchanged; the groups then end dropped(reason), and the step counts all the same.
+        StoreError when the step is not the next one, or when a group or a result does not belong to it.
+        """
+        with self.transaction():
+            if step != self.steps_done():
+                raise StoreError(f"step {step} was trained, but {self._path} expects step {self.steps_done()}")
+            if len(set(group_ids)) != len(group_ids) or len(staleness) != len(group_ids):
+                raise StoreError(f"step {step}: {len(group_ids)} groups, some twice or without their staleness")
+            end, reason = (DROPPED, skipped) if skipped else (TRAINED, "")
+            for position, (group_id, age) in enumerate(zip(group_ids, staleness, strict=True)):
+                state = self._group(group_id)["state"]
+                if state != SAMPLED:
+                    raise StoreError(f"step {step} was trained on group {group_id}, which is {state}, not complete")
+                self._end(group_id, end, reason, at=step)
+                self._connection.execute(
+                    "UPDATE groups SET step = ?, position = ?, staleness = ? WHERE group_id = ?",
+                    (step, position, int(age), group_id),
+                )
+            self._record(step, results, set(group_ids))
+            self._connection.execute("UPDATE progress SET steps_done = ?", (step + 1,))
+
+    def drop(self, group_id: int, reason: str) -> bool:
+        """End a queued group as dropped(reason). False, and nothing changes: it had ended before."""
+        with self.transaction():
+            if self._group(group_id)["state"] not in (ADMITTED, SAMPLED):
+                return False
+            self._end(group_id, DROPPED, reason, at=self.steps_done())
+            return True
+
+    def fail(self, group_id: int, sample_index: int, reason: str) -> bool:
+        """End a queued group because one trajectory failed: that one is failed(reason), the others are dropped.
+
+        False, and nothing changes: the group had ended before (it is counted there).
+        """
+        with self.transaction():
+            group = self._group(group_id)
+            if group["state"] not in (ADMITTED, SAMPLED):
+                return False
+            state = self._member_state(group_id, sample_index)
+            self._connection.execute(
+                "UPDATE trajectories SET state = ?, reason = ? WHERE group_id = ? AND sample_index = ?",
+                (FAILED, reason, group_id, sample_index),
+            )
+            self._totals[state] -= 1
+            self._totals[FAILED] += 1
+            self._end(group_id, DROPPED, "a member failed", at=self.steps_done())
+            self._connection.execute(
+                "UPDATE groups SET state = ?, reason = ? WHERE group_id = ?", (FAILED, reason, group_id)
+            )
+            return True
+
+    def replace(self, group_id: int, sample_index: int, reason: str, replacement: int) -> bool:
+        """One trajectory failed(reason); the group goes on with a new one, ``replacement``, in its place.
+
+        False, and nothing changes: the group had ended before (it is counted there).
+        """
+        with self.transaction():
+            if self._group(group_id)["state"] != ADMITTED:
+                return False
+            if self._member_state(group_id, sample_index) != ADMITTED:
+                raise StoreError(f"trajectory {group_id}/{sample_index} has ended before; it cannot be replaced")
+            self._connection.execute(
+                "UPDATE trajectories SET state = ?, reason = ? WHERE group_id = ? AND sample_index = ?",
+                (FAILED, reason, group_id, sample_index),
+            )
+            self._connection.execute(
+                "INSERT INTO trajectories (group_id, sample_index, state) VALUES (?, ?, ?)",
+                (group_id, replacement, ADMITTED),
+            )
+            self._unpark(group_id, sample_index)
+            self._totals[FAILED] += 1
+            return True
+
+    def park(self, group_id: int, sample_index: int, answers: Sequence[Answer]) -> bool:
+        """Keep what an unfinished trajectory has of answers. False, and nothing changes: it has ended before."""
+        with self.transaction():
+            if self._group(group_id)["state"] != ADMITTED or self._member_state(group_id, sample_index) != ADMITTED:
+                return False
+            text = to_text(answers)
+            newest = max(version for answer in answers for version in answer.versions())
+            self._connection.execute(
+                "INSERT OR REPLACE INTO parked VALUES (?, ?, ?, ?, ?)",
+                (group_id, sample_index, newest, text, zlib.crc32(text.encode())),
+            )
+            return True
+
+    def _unpark(self, group_id: int, sample_index: int | None = None) -> None:
+        """Forget what a trajectory, or all of a group, had of answers: it has ended."""
+        self._connection.execute(
+            "DELETE FROM parked WHERE group_id = ? AND sample_index = COALESCE(?, sample_index)",
+            (group_id, sample_index),
+        )
+
+    def prune_samples(self, before: int) -> int:
+        """Forget tokens and log-probs, those of unfinished answers too, of the groups that were trained or dropped
+        before step ``before``; everything else about them stays, and all of groups that failed. Returns the number of
+        trajectories.
+
+        The file does not shrink: its pages are used again.
+        """
+        ended = "WHERE group_id IN (SELECT group_id FROM groups WHERE state IN (?, ?) AND ended_at < ?)"
+        with self.transaction():
+            self._connection.execute(f"DELETE FROM parked {ended}", (TRAINED, DROPPED, before))
+            return self._connection.execute(f"DELETE FROM samples {ended}", (TRAINED, DROPPED, before)).rowcount
+
+    def prune_routing(self, before: int) -> int:
+        """Forget the routed experts of the groups that ended before step ``before``; returns the number of
+        trajectories."""
+        with self.transaction():
+            return self._connection.execute(
+                "DELETE FROM routing WHERE group_id IN (SELECT group_id FROM groups WHERE ended_at < ?)", (before,)
+            ).rowcount
+
+    def finish(self, reason: str = RUN_ENDED) -> None:
+        """End every queued group as dropped(reason), at the end of a run."""
+        with self.transaction():
+            queued = self._rows("SELECT group_id FROM groups WHERE state IN (?, ?)", (ADMITTED, SAMPLED))
+            for row in queued:
+                self._end(row["group_id"], DROPPED, reason, at=self.steps_done())
+
+    # --- resume -------------------------------------------------------------------------------
+
+    def resume(self, step: int, state: Mapping[str, Any] | None = None, *, keep_partial: bool = False) -> ResumePlan:
+        """Go back to the checkpoint after ``step`` steps: undo what came later, say what to go on with.
+
+        What ended before it stays. Of the rest, complete groups sampled by policies up to ``step`` go back to
+        the buffer, whatever had become of them; with ``keep_partial`` groups that were in flight go on with what
+        they have. All others are not part of the run any more: they are dropped('superseded') unless they had ended
+        as dropped or failed, and their data positions are requeued, so that each position is trained once along the
+        history that leads to the final weights.
+
+        state: what ``state`` had returned for this checkpoint; checked when given. StoreError when the file is
+        older than the checkpoint, or of another run.
+        """
+        with self.transaction():
+            self.check_belongs(step, state)
+            cursors, partial = undo_after(self._connection, step, keep_partial=keep_partial)
+            self._connection.execute("UPDATE progress SET steps_done = ?", (step,))
+            self._totals = self._count()
+            requeue = self._rows(
+                "SELECT DISTINCT cursor_index FROM groups WHERE cursor_index NOT IN "
+                "(SELECT cursor_index FROM groups WHERE current = 1) ORDER BY cursor_index"
+            )
+            after = self.state()
+            return ResumePlan(
+                step=step,
+                buffer=tuple(self.complete_groups()),
+                partial=tuple(self._partial(group_id) for group_id in partial),
+                cursors=cursors,
+                requeue=tuple(row[0] for row in requeue),
+                next_group_id=after["next_group_id"],
+                next_cursor=after["next_cursor"],
+                failures=self.failures_by_prompt(),
+            )
+
+    def _partial(self, group_id: int) -> PartialGroup:
+        group = self._group(group_id)
+        missing = self._rows(
+            "SELECT sample_index FROM trajectories WHERE group_id = ? AND state = ? ORDER BY sample_index",
+            (group_id, ADMITTED),
+        )
+        indices = tuple(row[0] for row in missing)
+        return PartialGroup(
+            group_id,
+            group["prompt_id"],
+            PolicyVersion.parse(group["admitted_version"]).number,
+            tuple(self._members("g.group_id = ?", (group_id,))),
+            indices,
+            self._parked(group_id, indices),
+        )
+
+    def _parked(self, group_id: int, samples: Sequence[int]) -> dict[int, tuple[Answer, ...]]:
+        found = {}
+        for row in self._rows("SELECT * FROM parked WHERE group_id = ?", (group_id,)):
+            if row["checksum"] != zlib.crc32(row["answers"].encode()):
+                raise StoreError(
+                    f"answers of trajectory {group_id}/{row['sample_index']} in {self._path} are damaged: "
+                    "resume with checkpoint.resume_partial = false"
+                )
+            if row["sample_index"] in samples:
+                found[row["sample_index"]] = from_text(row["answers"])
+        return found
+
+    # --- internals ----------------------------------------------------------------------------
+
+    def _group(self, group_id: int) -> Any:
+        rows = self._rows("SELECT * FROM groups WHERE group_id = ?", (group_id,))
+        if not rows:
+            raise StoreError(f"group {group_id} was never admitted to {self._path}")
+        return rows[0]
+
+    def _member_state(self, group_id: int, sample_index: int) -> str:
+        query = "SELECT state FROM trajectories WHERE group_id = ? AND sample_index = ?"
+        rows = self._rows(query, (group_id, sample_index))
+        if not rows:
+            raise StoreError(f"group {group_id} has no sample {sample_index}")
+        return str(rows[0][0])
+
+    def _end(self, group_id: int, state: str, reason: str, *, at: int) -> None:
+        """End a group and all its members that are not failed; ``at``: steps done."""
+        members = self._rows(
+            "SELECT state, COUNT(*) AS n FROM trajectories WHERE group_id = ? AND state != ? GROUP BY state",
+            (group_id, FAILED),
+        )
+        for row in members:
+            self._totals[row["state"]] -= row["n"]
+            self._totals[state] += row["n"]
+        self._connection.execute(
+            "UPDATE trajectories SET state = ?, reason = ? WHERE group_id = ? AND state != ?",
+            (state, reason, group_id, FAILED),
+        )
+        self._connection.execute(
+            "UPDATE groups SET state = ?, reason = ?, ended_at = ? WHERE group_id = ?", (state, reason, at, group_id)
+        )
+        if reason != RUN_ENDED:  # a resume takes those up again
+            self._unpark(group_id)
+
+    def _record(self, step: int, results: Sequence[TrajectoryResult], group_ids: set[int]) -> None:
+        foreign = [result for result in results if result.group_id not in group_ids]
+        if foreign:
+            raise StoreError(
+                f"step {step} reports trajectory {foreign[0].group_id}/{foreign[0].sample_index}, not in its batch"
+            )
+        self._connection.executemany(
+            "UPDATE trajectories SET log_ratio = ?, weight = ?, grad_norm = ?, baseline = ? "
+            "WHERE group_id = ? AND sample_index = ?",
+            [(r.log_ratio, r.weight, r.grad_norm, r.baseline, r.group_id, r.sample_index) for r in results],
+        )

@@ -1,0 +1,66 @@
+"""Rank 0's side of ``rollout.sync`` = "distributed": buckets of the stream, into the broadcaster's memory and away.
+
+After a failure, or when the orchestrator closes the groups, a broadcaster that is in any is killed: its servers see
+their connections close. The next ``open`` starts another one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...transport.messages import GroupOpened
+from ..plan import Stream, next_bucket
+from ..wire import flat_size
+from .broadcaster import Broadcaster
+
+
+class GroupSender:
+    """``plan``: [name, dtype, shape] of each tensor of each bucket, in the order of the stream. Raises BroadcastError,
+    and whatever ``poll``, called while it waits, raises."""
+
+    def __init__(self, plan: list[Any], backend: str, timeout_s: float, log: Path, poll: Callable[[], None]) -> None:
+        self.plan, self._backend, self._timeout_s, self._log, self._poll = plan, backend, timeout_s, log, poll
+        self._broadcaster: Broadcaster | None = None
+
+    def start(self) -> None:
+        """Start the broadcaster ahead of the first ``open``."""
+        if self._broadcaster is None:
+            slot = max(flat_size(entries) for entries in self.plan)
+            self._broadcaster = Broadcaster(slot, self._backend, self._timeout_s, self._log)
+
+    def open(self, name: str, world_size: int) -> GroupOpened:
+        """Begin to wait for the servers of group ``name``."""
+        self.start()
+        assert self._broadcaster is not None
+        port = self._broadcaster.open(name, world_size, self._poll)
+        return GroupOpened(name, os.environ.get("MASTER_ADDR", "127.0.0.1"), port, self._backend)
+
+    def send(self, name: str, stream: Stream) -> None:
+        """Every bucket of ``stream`` to group ``name``. Returns when all have left."""
+        if self._broadcaster is None:  # closed since this was asked for
+            return
+        for number, entries in enumerate(self.plan):
+            slot, at = self._broadcaster.slot(number, self._poll), 0
+            for _, tensor in next_bucket(stream, entries):
+                flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+                slot[at : at + flat.numel()].copy_(flat)
+                at += flat.numel()
+            self._broadcaster.broadcast(name, number, at)
+        self._broadcaster.finish(self._poll)
+
+    def close(self) -> None:
+        """End every group, also in the middle of a broadcast. A broadcaster that starts is in none, and is kept: if it
+        takes longer than an update may wait for it, none would ever be there."""
+        if self._broadcaster is not None and not self._broadcaster.starting:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the broadcaster, and every group with it."""
+        if self._broadcaster is not None:
+            self._broadcaster.kill()
+            self._broadcaster = None
