@@ -82,7 +82,7 @@ def process_state() -> Iterator[None]:
 
 
 #: Fixtures that start rollout servers.
-_SERVERS = {"start_server", "start_sglang"}
+_SERVERS = {"start_server", "start_lasting_server", "start_sglang"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
