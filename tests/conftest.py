@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -81,24 +82,34 @@ def process_state() -> Iterator[None]:
     pytest.fail("this test, or a fixture of it, left the process changed:\n" + "\n".join(changed), pytrace=False)
 
 
-#: Fixtures that start rollout servers.
-_SERVERS = {"start_server", "start_lasting_server", "start_sglang"}
+#: How a file of tests says that it uses a world of ranks, and a rollout server.
+_WORLDS = re.compile(r"\brun_world\b")
+_SERVERS = re.compile(r"\b(start_server|start_sglang|under_fire|use: Callable|engine: Engine)\b")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests stay on one worker of pytest-xdist: files as they are, since fixtures of a module are made once, and
-    all worlds and whole runs in one group, all servers in another: no two of them contend for the cores."""
-    servers = {item.path for item in items if _SERVERS & set(getattr(item, "fixturenames", ()))}
-    for item in items:
-        if item.get_closest_marker("xdist_group"):
-            continue
-        group = str(item.path)
-        if hasattr(getattr(item, "module", None), "run_world") or item.path.parent.name == "end_to_end":
-            group = "worlds"
-        elif item.path in servers:
-            group = "servers"
-        item.add_marker(pytest.mark.xdist_group(group))
+@functools.cache
+def _group(path: Path) -> str:
+    """Which tests stay together on one worker of pytest-xdist: those of a file, since fixtures of a module are made
+    once; all worlds and whole runs, and all servers: so no two of a kind contend for the cores."""
+    text = path.read_text(encoding="utf-8")
+    if _WORLDS.search(text) or path.parent.name == "end_to_end":
+        return "worlds"
+    return "servers" if _SERVERS.search(text) else str(path)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadgroup`` by these groups. The marker ``xdist_group`` has no effect in pytest 9.2 (pytest-xdist 3.8
+    writes groups into a field of the node that is not there any more), and would have to be repeated in every file."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(config.rootpath / nodeid.partition("::")[0])
+
+    return Groups(config, log)
 
 
 def pytest_sessionfinish() -> None:
