@@ -403,6 +403,8 @@ class Session:
     results: Results
     workers: int
     say: Callable[[str], None]
+    #: Set when the session ends early: what runs then is killed, which says nothing about a mutant.
+    _stopping: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         """Run what is not known yet."""
@@ -427,6 +429,7 @@ class Session:
             self._wait([pool.submit(in_a_copy, self._unchanged, tests) for tests in unknown])
             self._wait([pool.submit(in_a_copy, self._mutant, mutant) for mutant in left])
         finally:
+            self._stopping.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for group in list(running):
                 kill_group(group)
@@ -451,6 +454,8 @@ class Session:
             run = copy.run(_paths(copy.folder, tests), UNCHANGED_S)
         covered = sorted(int(file.name) for file in reached.iterdir())
         shutil.rmtree(reached)
+        if self._stopping.is_set():
+            return
         if run.outcome != SURVIVED:
             tail = "\n".join(run.output.splitlines()[-30:])
             said = f"the unchanged code did not pass {' '.join(tests)} ({run.outcome})"
@@ -469,6 +474,8 @@ class Session:
             with copy.changed({mutant.path: code}):
                 run = copy.run(_paths(copy.folder, mutant.tests), TIMES * unchanged["seconds"] + MORE_S)
             found |= {"outcome": run.outcome, "seconds": round(run.seconds, 1), "by": run.by}
+        if self._stopping.is_set():
+            return
         self.results.outcomes[mutant.number] = found
         self.results.append(found)
         count, where = len(self.results.outcomes), f"{mutant.path}:{mutant.line} {mutant.operator.partition('/')[2]}"
