@@ -70,7 +70,7 @@ def test_two_ranks_equal_one(size: int) -> None:
     logits = torch.randn(6, 12, generator=torch.Generator().manual_seed(1)) * 4
     labels = torch.tensor([0, 4, 3, 3, 1, 2])
     arguments = {"logits": logits, "labels": labels, "size": size}
-    got, entropy, gradient = run_world(2, "learner.test_logprobs:two_ranks", arguments, timeout_s=110)
+    got, entropy, gradient = run_world(2, "learner.megatron.test_logprobs:two_ranks", arguments, timeout_s=110)
     want, want_entropy, want_gradient = expected(logits, labels, 0.7, size)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
     torch.testing.assert_close(entropy.double(), want_entropy, rtol=0, atol=2e-6)
