@@ -157,6 +157,12 @@ def outcomes(models: dict[tuple[str, bool], Path], batches: dict[tuple[str, bool
     return Made(take)
 
 
+def test_each_kind_of_parallelism_is_in_the_default_suite() -> None:
+    kinds = {kind for name in DEFAULT for kind, size in LAYOUTS[name].parallel.items() if size == 2}
+    assert {"tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"} <= kinds
+    assert any(case.ranks == 2 and not case.parallel for case in (LAYOUTS[name] for name in DEFAULT))  # data
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", matrix(LAYOUTS, DEFAULT))
 def test_step_equals_the_oracle(name: str, outcomes: dict[str, dict[str, Any]], oracles: dict[Any, Oracle]) -> None:

@@ -180,8 +180,8 @@ def test_gradient_equals_the_oracle(name: str, models: dict[tuple[str, bool], Pa
 
 def test_every_row_is_held_to_an_oracle() -> None:
     """A method is one row and one entry of ``OBJECTIVES``, or a case of its own where norms make the baseline."""
-    held = {case.algorithm.get("method", "vcpo") for case in CASES.values()}
-    assert set(METHODS) == held
+    for names in (CASES, DEFAULT):  # in the default suite, too
+        assert set(METHODS) == {CASES[name].algorithm.get("method", "vcpo") for name in names}
     assert {name for name, row in METHODS.items() if not row.needs_norms} == set(OBJECTIVES)
 
 
