@@ -26,9 +26,9 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vcpo_megatron.cli.train import CHANGEABLE_ON_RESUME  # noqa: E402
 from vcpo_megatron.config.methods import METHODS, Method  # noqa: E402
 from vcpo_megatron.config.schema import AlgorithmConfig, RunConfig, Section  # noqa: E402
+from vcpo_megatron.launch.resume import CHANGEABLE_ON_RESUME  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 INTRODUCTION = """\

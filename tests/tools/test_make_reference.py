@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from vcpo_megatron.cli.train import CHANGEABLE_ON_RESUME
 from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.launch.resume import CHANGEABLE_ON_RESUME
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -46,7 +46,7 @@ def test_every_key_says_what_it_means(section: str) -> None:
 
 def test_the_page_is_up_to_date(tool: ModuleType) -> None:
     assert PAGE.read_text(encoding="utf-8") == tool.page(), (
-        "docs/configuration.md no longer says what config/schema.py, config/methods.py and cli_train.py say; run: "
+        "docs/configuration.md no longer says what config/schema.py, config/methods.py and launch/resume.py say; run: "
         "python tools/make_reference.py"
     )
 

@@ -40,6 +40,13 @@ def refuse(problems: Sequence[str], code: int = BAD_USAGE) -> int:
     return code
 
 
+def note(text: str) -> None:
+    """One line on standard error that changes nothing: what a user may want to know."""
+    from ..config.process import NOTE_PREFIX
+
+    print(NOTE_PREFIX + text, file=sys.stderr)
+
+
 def say(text: str) -> None:
     """One line on standard output, whatever names are in it and whatever it can encode."""
     from ..run.text import printable

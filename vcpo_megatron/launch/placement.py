@@ -70,6 +70,18 @@ class Plan:
     def servers(self) -> tuple[Process, ...]:
         return self.of("server")
 
+    def table(self, directory: Path) -> str:
+        """The processes as text, one a line, with their logs in the run directory ``directory``."""
+        rows = [("role", "rank", "host", "devices", "port", "log")]
+        for process in self.processes:
+            port = {None: "-", 0: "any free"}.get(process.port, str(process.port))
+            devices = f"gpu {','.join(process.devices)}" if process.devices else "cpu"
+            rows.append((process.role, str(process.rank), process.host, devices, port, str(directory / process.log)))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        return "\n".join(
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in rows
+        )
+
 
 def plan_local(config: RunConfig, *, gpus: Sequence[str] = (), host: str = "127.0.0.1") -> Plan:
     """Processes of ``config`` on one host with the GPUs ``gpus``; without any, all run on CPUs.
