@@ -46,7 +46,7 @@ MISMATCH = 1e-3
 
 
 @dataclass
-class Outcome:
+class ChaosReport:
     """``found``: the run's account. ``faults``: how many of each kind. ``recovery_s``: kind of each fault, and seconds
     from it until all servers hold weights of the run again and ``WINDOW`` steps went at no less than a ``SLOWER``-th of
     the undisturbed pace. ``mismatch``: the largest of the run over ``compared`` tokens; ``wrong_version``: steps where
@@ -102,7 +102,7 @@ def next_kind(rng: random.Random, made: Counter[str], at_least: int, gone: float
 
 def chaos(
     attempts: Attempts, rng: random.Random, *, seconds: float, at_least: int, say: Callable[[str], None]
-) -> Outcome:
+) -> ChaosReport:
     """Strike for ``seconds``, and until ``at_least`` faults were made, each kind once at least; then stop in order."""
     faults, recovery = Counter[str](), list[tuple[str, float]]()
     attempts.start()
@@ -207,12 +207,12 @@ def _refuse(server: psutil.Process) -> bool:
     return False
 
 
-def _outcome(attempts: Attempts, faults: Counter[str], recovery: list[tuple[str, float]]) -> Outcome:
+def _outcome(attempts: Attempts, faults: Counter[str], recovery: list[tuple[str, float]]) -> ChaosReport:
     rows = read_rows(attempts.directory.metrics)
     said = _said(attempts)
     compared = [row for row in rows if row.get("mismatch/tokens", 0) > 0]
     mismatch = [row["mismatch/max"] for row in compared]
-    return Outcome(
+    return ChaosReport(
         found=account(attempts.directory),
         faults=dict(faults),
         recovery_s=recovery,
