@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time and memory of one learner step: plain, the four modes of VCPO's baseline, and the reference's way.
+"""Time and memory of one learner step: plain, the four modes of VCPO's baseline, and the reference.
 
     tools/bench_step.py --quick                                     a small model, within a minute
     tools/bench_step.py --model 60M --median 64 512                 8 groups of 8, every mode, three rounds
@@ -81,14 +81,14 @@ def workloads(arguments: argparse.Namespace) -> list[Workload]:
 
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
-    ways = ["plain", *(way for way in arguments.ways.split(",") if way != "plain")]
+    contenders = ["plain", *(name for name in arguments.ways.split(",") if name != "plain")]
     rounds = 2 if arguments.quick else arguments.rounds
     prepare()
     results: list[StepComparison] = []
     for work in workloads(arguments):
         join_world_of_one()
         with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(Path(folder), work, ways)
+            bench = Bench(Path(folder), work, contenders)
             file = sys.stderr if arguments.json else sys.stdout
             results.append(bench.compare(rounds, lambda line, file=file: print(line, file=file, flush=True)))
             bench.close()

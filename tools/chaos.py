@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Strikes the rollout servers of a training run, and checks that the run goes on and that its account is right.
+"""Injects faults into the rollout servers of a training run, and checks that it goes on and that its account is right.
 
     python tools/chaos.py                                        # 30 minutes, two embedded servers, 20 faults at least
     python tools/chaos.py --rollout-python ENV/bin/python        # two SGLang servers

@@ -26,7 +26,7 @@ def add_command(
 def positive(text: str) -> int:
     """Type of an argument: an integer of at least 1."""
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer; give 1 or more")
     return int(text)
 
 

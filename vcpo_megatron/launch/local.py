@@ -206,22 +206,21 @@ def _complain(message: str) -> None:
     print(f"{ERROR_PREFIX}{message}", file=sys.stderr, flush=True)
 
 
+def _warn(message: str) -> None:
+    print(f"{WARNING_PREFIX}{message}", file=sys.stderr, flush=True)
+
+
 def _report(ending: Ending, config: RunConfig, directory: RunDirectory) -> None:
     """The last lines of a run: what happened, what was reached, how to go on."""
     for warning in ending.warnings:
-        print(f"{WARNING_PREFIX}{warning}", file=sys.stderr, flush=True)
+        _warn(warning)
     if ending.error is not None:
         _complain(ending.error + workspace.full_disk(directory))
     rows = read_rows(directory.metrics)
     done = int(rows[-1]["step"]) + 1 if rows else 0
     newest = workspace.newest_checkpoint(directory) or 0
     if ending.exit_code == 0 and done < newest:
-        print(
-            f"{WARNING_PREFIX}{directory.metrics} holds {done} of {newest} steps: it was removed or changed while "
-            "the run wrote it",
-            file=sys.stderr,
-            flush=True,
-        )
+        _warn(f"{directory.metrics} holds {done} of {newest} steps: it was removed or changed while the run wrote it")
     parts = [f"{done} of {config.train.steps} steps"]
     evaluated = [row for row in rows if math.isfinite(row.get("eval/accuracy", math.nan))]
     if evaluated:
