@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 
 import vcpo_megatron
-from vcpo_megatron.config.methods import Method
 from vcpo_megatron.config.schema import AlgorithmConfig, RunConfig
 
 PACKAGE = Path(vcpo_megatron.__file__).parent
@@ -27,7 +27,9 @@ def properties(model: type) -> dict[str, Callable[..., Any]]:
 
 #: Properties of [algorithm] that are the method with the keys that override it: its keys are read from them.
 PRESETS = {
-    name for name, read in properties(AlgorithmConfig).items() if typing.get_type_hints(read)["return"] is Method
+    name
+    for name, read in properties(AlgorithmConfig).items()
+    if dataclasses.is_dataclass(typing.get_type_hints(read)["return"])
 }
 
 
