@@ -111,9 +111,13 @@ LAYOUTS: dict[str, Case] = {
 }
 
 
-#: One of each kind of parallelism, and of what is most its own beside it; the other rows are slow.
+#: One of each kind of parallelism and of each kind of layer, and of what is most its own beside it; other rows are slow.
 DEFAULT = (
     "single",
+    "single qk-norm",
+    "shared experts",
+    "windowed",
+    "latent",
     "tp2",
     "tp2 sp tied",
     "pp2",
@@ -123,6 +127,7 @@ DEFAULT = (
     "cp2",
     "moe ep2",
     "moe tp2 sp etp2",
+    "moe cp2",
 )
 
 
