@@ -111,7 +111,7 @@ LAYOUTS: dict[str, Case] = {
 }
 
 
-#: One of each kind of parallelism and of each kind of layer, and of what is most its own beside it; other rows are slow.
+#: One of each kind of parallelism and of layer, and of what is most its own beside it; the other rows are slow.
 DEFAULT = (
     "single",
     "single qk-norm",
