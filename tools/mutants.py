@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import mutation  # noqa: E402
-from benchmarks.ending import run_tool  # noqa: E402
 from benchmarks.mutation import Area  # noqa: E402
+from benchmarks.tool import run_tool  # noqa: E402
 
 #: The least share of mutants that die.
 SHARE = 0.9
