@@ -40,7 +40,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], int]
     "tp2 sp pp2 ep2": (4, {**SP, "expert": 2, "pipeline": 2}, {}, {}, 40),
 }
 #: One of each kind of parallelism; the other rows are slow.
-DEFAULT = ("single", "single ess only", "dp2", "ep2", "tp2 sp etp2 deferred", "cp2 ep2 full recompute", "pp2")
+DEFAULT = ("single", "dp2", "ep2", "tp2 sp etp2 deferred", "cp2 ep2 full recompute", "pp2")
 
 
 def balance(folder: Path, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:

@@ -117,7 +117,7 @@ def check(versions: Versions, results: list[GenerateResult]) -> None:
             assert max(abs(a - b) for a, b in zip(result.logprobs[start:end], expected, strict=True)) < 1e-5
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_struck_server_loses_nothing_and_serves_again_after_all_weights(
     under_fire: Callable[..., None], versions: Versions, signum: int
 ) -> None:
