@@ -133,22 +133,22 @@ def test_masked_and_band_weights() -> None:
         importance.log_weights("x", logs, 8.0, 0.5, 5.0)
 
 
-def test_every_row_names_functions_that_exist() -> None:
-    for name, row in METHODS.items():
-        assert row.surrogate == "weighted" or row.surrogate in SURROGATES, name
-        assert row.weights in importance.LOG_WEIGHTS and row.statistic in {"", *STATISTICS}, name
+def test_every_preset_names_functions_that_exist() -> None:
+    for name, preset in METHODS.items():
+        assert preset.surrogate == "weighted" or preset.surrogate in SURROGATES, name
+        assert preset.weights in importance.LOG_WEIGHTS and preset.statistic in {"", *STATISTICS}, name
 
 
-#: What is known of rows; a new row needs no entry here.
+#: What is known of presets; a new preset needs no entry here.
 UNCORRECTED, NORMS, SCALED = {"reinforce", "rloo"}, {"vcpo", "vcpo_opob_only"}, {"vcpo", "vcpo_ess_only"}
 LINEAR = UNCORRECTED | NORMS | SCALED | {"tis_token", "tis_sequence", "mis", "icepop"}
 CLIPPED = {"grpo", "dr_grpo", "ppo_clip", "decoupled_ppo", "gspo", "m2po", "cispo", "p3o", "mu_grpo", "asymmetric"}
 
 
-def test_rows_say_what_they_are() -> None:
+def test_presets_say_what_they_are() -> None:
     known = {name: METHODS[name] for name in LINEAR | CLIPPED}
-    assert {name for name, row in known.items() if not row.corrected} == UNCORRECTED
-    assert {name for name, row in known.items() if row.needs_norms} == NORMS
-    assert {name for name, row in known.items() if row.ess_scaling} == SCALED
-    assert {name for name, row in known.items() if row.linear} == LINEAR
-    assert {name for name, row in known.items() if row.whole_batch} == {"p3o"}
+    assert {name for name, preset in known.items() if not preset.corrected} == UNCORRECTED
+    assert {name for name, preset in known.items() if preset.needs_norms} == NORMS
+    assert {name for name, preset in known.items() if preset.ess_scaling} == SCALED
+    assert {name for name, preset in known.items() if preset.linear} == LINEAR
+    assert {name for name, preset in known.items() if preset.whole_batch} == {"p3o"}

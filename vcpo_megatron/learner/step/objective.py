@@ -33,7 +33,7 @@ class Objective:
         self, algorithm: AlgorithmConfig, groups: Sequence[Sequence[Row]], max_new_tokens: int, previous_ess: float
     ) -> None:
         self.algorithm = algorithm
-        self.row = algorithm.row
+        self.row = algorithm.preset
         self.anchor = algorithm.behavior_anchor * (1.0 - previous_ess)
         self.statistic = math.nan
         rewards = [torch.tensor([row.trajectory.reward for row in group], dtype=torch.float64) for group in groups]

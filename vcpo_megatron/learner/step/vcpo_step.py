@@ -72,7 +72,7 @@ class VcpoStep:
         self.ess_state = EssState()
         self._device = platform.device()
         algorithm = config.algorithm
-        self._mode = algorithm.opob_mode if algorithm.row.needs_norms else "plain"
+        self._mode = algorithm.opob_mode if algorithm.preset.needs_norms else "plain"
         self._switch = ScoreSwitch()
         self._packing = config
         self._groups = self._attach() if self._mode in ("accumulate", "deferred", "two_pass") else None
@@ -182,7 +182,7 @@ class VcpoStep:
             return self._exact_backward(packs, buckets)
         if self._mode == "two_pass":
             self._exact_backward(packs, [])
-        whole = algorithm.regularized or algorithm.row.whole_batch
+        whole = algorithm.regularized or algorithm.preset.whole_batch
         self._schedule_balanced(everything if whole else packs, self._forward_plain)
         self._start_reductions(buckets)
 
