@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"models", "run"},
     "observability": {"types", "run", "config", "models"},
     "transport": {"types", "run", "config", "models"},
-    "environments": {"types", "run", "config", "transport"},
+    "environments": {"types", "run", "config", "transport", "models.tokenizer"},
     "conversion": {"models", "run", "config"},
     "rollout": {"types", "run", "config", "models", "environments", "transport", "observability", "weight_sync.wire"},
     "weight_sync": {"types", "run", "config", "models", "conversion", "transport", "rollout.client"},

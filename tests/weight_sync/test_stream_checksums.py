@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vcpo_megatron.models.families import model_shape
+from vcpo_megatron.models.families.registry import model_shape
 from vcpo_megatron.weight_sync.stream_checksums import Checksums
 
 CONFIG: dict[str, Any] = {

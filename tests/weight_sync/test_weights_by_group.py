@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from vcpo_megatron.conversion.dtypes import dtype_name
 from vcpo_megatron.rollout.client.http import ServerClient, ServerError
 from vcpo_megatron.weight_sync.distributed.broadcaster import Broadcaster
-from vcpo_megatron.weight_sync.wire import dtype_name
 
 pytestmark = pytest.mark.timeout(400)  # longer than the sender and a server may take to start
 

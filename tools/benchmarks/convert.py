@@ -23,7 +23,7 @@ import torch
 
 from vcpo_megatron.conversion.writer import FolderWriter
 from vcpo_megatron.learner.checkpoint.convert import Layout, export_hf, import_hf
-from vcpo_megatron.models.families import model_shape, tensors
+from vcpo_megatron.models.families.registry import model_shape, tensors
 
 _BLOCK, _POOL = 16 * 2**20, 2**22
 MIB = 2**20

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from ..config.process import WARNING_PREFIX
+from ..run.json_file import JsonFileError, read_json
 from ..run.text import printable
 from .errors import REMEDY, ConversionError, listed
 
@@ -103,9 +104,9 @@ class Partial:
     def _say_what_is_lost(self, plan: Mapping[str, Any]) -> None:
         """One line when recorded steps of another plan are about to be removed."""
         try:
-            made = json.loads((self.path / _PLAN).read_text())
+            made = read_json(self.path / _PLAN)
             lost = made != json.loads(json.dumps(plan)) and (self.path / _JOURNAL).stat().st_size > 0
-        except (OSError, ValueError, RecursionError):
+        except (OSError, JsonFileError):
             return
         if lost:
             source = made.get("source", "another source") if isinstance(made, dict) else "another source"
@@ -119,10 +120,10 @@ class Partial:
     def _left(self, plan: Mapping[str, Any]) -> list[Any]:
         """Steps that the same plan has recorded."""
         try:
-            if json.loads((self.path / _PLAN).read_text()) != json.loads(json.dumps(plan)):
+            if read_json(self.path / _PLAN) != json.loads(json.dumps(plan)):
                 return []
             lines = (self.path / _JOURNAL).read_text().splitlines()
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError):
             return []
         steps = []
         for line in lines:  # the last one may be cut short

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from ..config.load import load_resolved
+from ..models.tokenizer import TokenizerError, load_tokenizer
 from ..orchestrator.store.reader import StoreReader
 from ..orchestrator.store.schema import StoreError
 from ..run.directory import RunDirectory
@@ -21,11 +20,10 @@ class Spoken:
         self._store = store
         config = load_resolved(directory.resolved)
         self._keep = config.checkpoint.keep_rollouts
-        path = config.model.path / "tokenizer.json"
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for everything
-            raise StoreError(f"{path} cannot be read ({error}); --text needs it: put it back") from None
+            self._tokenizer = load_tokenizer(config.model.path / "tokenizer.json")
+        except TokenizerError as error:
+            raise StoreError(f"--text needs the run's tokenizer: {error}") from None
 
     def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """``row`` of ``StoreReader.history`` -> {"text": its pieces in order}, or {"text": None, "no_text": why}.

@@ -25,7 +25,7 @@ from megatron.core.models.gpt import GPTModel
 
 from ...config.process import WARNING_PREFIX
 from ...config.schema import RunConfig
-from ...models.facts import differences, shape_facts, weight_facts
+from ...models.identity import differences, shape_facts, weight_facts
 from ...run.directory import Manifest, RunDirectory
 from ...run.integrity import changed_files
 from ...types import PolicyVersion

@@ -7,22 +7,21 @@ folder, and ``MANIFEST`` says how it was made.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...config.load import load_resolved
 from ...config.process import WARNING_PREFIX
+from ...conversion.dtypes import dtype_name, torch_dtype
 from ...conversion.errors import ConversionError, listed
 from ...conversion.families.registry import Family, ModelShape, open_model
-from ...conversion.hf import HFFolder
+from ...conversion.hf import HFFolder, read_object
 from ...conversion.ops import GateUp
 from ...conversion.partial import Partial, Progress, carried_files, carry_over, fingerprint
 from ...conversion.shards import unconsumed
@@ -37,7 +36,6 @@ from .files import CheckpointFiles, CheckpointWriter
 from .keys import stored
 
 MANIFEST, HF_PART = "vcpo_checkpoint.json", "hf"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Bytes after which what was written is made durable and recorded.
 SYNC_BYTES = 256 * 2**20
 
@@ -119,13 +117,13 @@ def import_hf(
             )
         padded = shape.padded_vocabulary(vocab_multiple)
         layout.check(shape, padded)
-        kind = DTYPES[dtype] if dtype else _one_dtype(folder, family, shape)
+        kind = torch_dtype(dtype) if dtype else _one_dtype(folder, family, shape)
         manifest = {
             "format": 1,
             "architecture": family.architecture,
             "vocabulary": shape.vocab_size,
             "padded_vocabulary": padded,
-            "dtype": str(kind).removeprefix("torch."),
+            "dtype": dtype_name(kind),
             "layout": asdict(layout),
         }
         names, sizes = family.megatron_names(shape), family.outline(shape, kind).values()
@@ -187,7 +185,7 @@ def _write_one(
     writer: CheckpointWriter,
 ) -> Iterator[int]:
     """Write one parameter, a piece a rank; yields the bytes of each piece."""
-    op, place = family.place(name).row.op, stored(name, shape)
+    op, place = family.place(name).rule.op, stored(name, shape)
     sources = [folder.tensor(source) for source in family.sources(name, shape)]
     kind = family.dtype(name, kind)
     for tensor, source in zip(sources, family.sources(name, shape), strict=True):
@@ -206,10 +204,10 @@ def _write_one(
 
 
 def _one_dtype(folder: HFFolder, family: Family, shape: ModelShape) -> torch.dtype:
-    parameters = [name for name in family.megatron_names(shape) if not family.place(name).row.float32]
+    parameters = [name for name in family.megatron_names(shape) if not family.place(name).rule.float32]
     found = {folder.dtype(hf) for name in parameters for hf in family.sources(name, shape)}
     if len(found) > 1:
-        kinds = listed(sorted(str(kind).removeprefix("torch.") for kind in found))
+        kinds = listed(sorted(dtype_name(kind) for kind in found))
         raise ConversionError(f"{folder.path} holds tensors of several dtypes ({kinds}): choose one with --dtype")
     return found.pop()
 
@@ -224,7 +222,7 @@ class OpenedCheckpoint:
         self.path, self.hf = _locate(path)
         _require_unchanged(self.path)
         self.files = CheckpointFiles(self.path)
-        self.config = _json(self.hf / "config.json")
+        self.config = read_object(self.hf / "config.json")
         self.family, self.shape = open_model(self.config)
         self.names = self.family.megatron_names(self.shape)
         self._check_keys()
@@ -274,10 +272,10 @@ class OpenedCheckpoint:
         padded = self.files.shape(EMBEDDING)[0]
         if padded < self.shape.vocab_size:
             raise ConversionError(f"{self.path}: {padded} rows of vocabulary, config.json has {self.shape.vocab_size}")
-        return list(self.family.place(name).row.op.to_shard(blanks, self.shape, 0, 1, padded).shape)
+        return list(self.family.place(name).rule.op.to_shard(blanks, self.shape, 0, 1, padded).shape)
 
     def _one_dtype(self) -> torch.dtype:
-        parameters = [name for name in self.names if not self.family.place(name).row.float32]
+        parameters = [name for name in self.names if not self.family.place(name).rule.float32]
         found = {self.files.dtype(stored(name, self.shape).key) for name in parameters}
         if len(found) > 1:
             raise ConversionError(f"{self.path} holds parameters of several dtypes: {listed(map(str, found))}")
@@ -293,7 +291,7 @@ def export_hf(
     """
     _require_outside_runs(out)
     opened = OpenedCheckpoint(source)
-    kind = DTYPES[dtype] if dtype else opened.dtype
+    kind = torch_dtype(dtype) if dtype else opened.dtype
     order = opened.order()
     dtypes = {hf: dtype for hf, (_, dtype) in opened.family.outline(opened.shape, kind).items()}
     total = sum(torch.Size(size).numel() * dtypes[hf].itemsize for hf, size in order.items())
@@ -394,13 +392,3 @@ def _is_checkpoint_of(run: Path, path: Path) -> bool:
     """One that the run goes on from, or one that it has abandoned."""
     checkpoints = RunDirectory(run).checkpoints
     return path.name.startswith("step_") and checkpoints in (path.parent, path.parent.parent.parent)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConversionError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ConversionError(f"{path} holds no JSON object")
-    return value

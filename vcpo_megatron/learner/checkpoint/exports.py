@@ -7,7 +7,6 @@ step's checkpoint, bit for bit. Training waits meanwhile.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from torch import Tensor
 from ...config.schema import RunConfig
 from ...conversion.errors import ConversionError
 from ...conversion.families.registry import Family, ModelShape
+from ...conversion.hf import read_object
 from ...conversion.partial import Partial
 from ...conversion.writer import FILE_BYTES, FolderWriter, finish_folder
 from ...run.directory import RunDirectory
@@ -97,5 +97,5 @@ def write_folder(
             writer.finish()
         finally:
             writer.close()
-        finish_folder(partial.path, source, json.loads((source / "config.json").read_text()), dtype)
+        finish_folder(partial.path, source, read_object(source / "config.json"), dtype)
         partial.finish()

@@ -26,7 +26,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ...conversion.dtypes import dtype_name
 from ...conversion.errors import ConversionError, listed
+from ...run.json_file import read_json_object
 from .keys import Stored
 
 METADATA, CONFIG, COMMON = ".metadata", "metadata.json", "common.pt"
@@ -57,7 +59,7 @@ class CheckpointFiles:
         if not (path / METADATA).is_file() or not (path / CONFIG).is_file():
             raise ConversionError(f"{path} is no Megatron distributed checkpoint (it needs {METADATA} and {CONFIG})")
         try:
-            backend = json.loads((path / CONFIG).read_text()).get("sharded_backend")
+            backend = read_json_object(path / CONFIG).get("sharded_backend")
             with open(path / METADATA, "rb") as file:
                 metadata = _MetadataUnpickler(file).load()
         except (OSError, ValueError, AttributeError, EOFError, RecursionError, pickle.UnpicklingError) as error:
@@ -205,7 +207,7 @@ class CheckpointWriter:
                 stream.tell() - start,
                 [*leading, *piece.shape],
                 [*place.stack, *size],
-                str(piece.dtype).removeprefix("torch."),
+                dtype_name(piece.dtype),
             ]
         )
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...config.schema import RunConfig
+from ...conversion.dtypes import dtype_name
 from ...conversion.table import EMBEDDING
 from ..megatron import platform
 from ..megatron.model import build_network
@@ -27,7 +28,7 @@ def checkpoint_logprobs(opened: OpenedCheckpoint, prompts: Sequence[Sequence[int
     padded = opened.files.shape(EMBEDDING)[0]
     config = RunConfig.model_validate(
         {
-            "model": {"path": opened.hf, "dtype": str(dtype).removeprefix("torch."), "vocab_multiple": padded},
+            "model": {"path": opened.hf, "dtype": dtype_name(dtype), "vocab_multiple": padded},
             "train": {"steps": 1},
             "environment": {"name": "none"},
         }

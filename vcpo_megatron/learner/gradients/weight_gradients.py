@@ -102,13 +102,15 @@ def crossover(d_in: int, d_out: int) -> int:
     return d_in * d_out // (d_in + d_out)
 
 
-def accumulate_limit(d_in: int, d_out: int, *, shared: bool = False) -> int:
-    """Longest trajectory whose norm is taken by Gram matrices while sums are accumulated.
+def accumulate_limit(d_in: int, d_out: int, *, shared: bool = False, pass_flops: int | None = None) -> int:
+    """Longest trajectory whose norm is taken by Gram matrices while sums are accumulated. ``pass_flops``: FLOPs of a
+    pass over a weight-shaped tensor; default: this device's.
 
     An explicit W_i costs three passes over its elements. Against it stand a second product over the tokens, for
     S_g, or, where trajectories share rewards (``shared``), the T^2 (d_in + d_out) FLOPs of the Gram product alone.
     """
-    passes, edge = 3 * constants(gpu=platform.has_gpu())[0], crossover(d_in, d_out)
+    pass_flops = constants(gpu=platform.has_gpu())[0] if pass_flops is None else pass_flops
+    passes, edge = 3 * pass_flops, crossover(d_in, d_out)
     return min(edge, math.isqrt(passes * edge) if shared else passes // 2)
 
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from ...config.schema import RunConfig
+from ...conversion.dtypes import torch_dtype
 from ...conversion.families.registry import Family, ModelShape, open_model
 from ...conversion.hf import HFFolder
 from ...conversion.shards import load_shard, unconsumed
@@ -28,12 +29,10 @@ from .layer_specs import block_spec, engine_options
 from .parallel import Parallel
 from .rope import attention_scale, inverse_frequencies
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfig:
     """Megatron's configuration of the model in the run's layout."""
-    dtype = _DTYPES[config.model.dtype]
+    dtype = torch_dtype(config.model.dtype)
     kind = TransformerConfig if shape.latent is None else MLATransformerConfig
     return kind(
         num_layers=shape.num_layers,

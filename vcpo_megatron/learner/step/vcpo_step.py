@@ -29,6 +29,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
 from ...config.schema import RunConfig
+from ...conversion.dtypes import torch_dtype
 from ...types import Batch, PolicyVersion, StepResult
 from ..batch.packing import Pack, batch_rows
 from ..gradients.attach import attach
@@ -49,8 +50,6 @@ from .plan import StepPlan, packing_for
 from .regularizers import ReferenceWeights
 from .results import RowTable, step_metrics, trajectory_results
 from .step_size import EssState, batch_ess_ratio
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class VcpoStep:
@@ -100,7 +99,7 @@ class VcpoStep:
         self._packing = packing_for(alone, self.config, parallel)
         common = (parameters, len(chunks), parallel)
         if self._mode == "accumulate":
-            dtype = _DTYPES[algorithm.opob_accumulator_dtype]
+            dtype = torch_dtype(algorithm.opob_accumulator_dtype)
             return OpobSums(*common, self._correction, algorithm.opob_accumulators, dtype)
         if self._mode == "deferred":
             return DeferredGradients(*common, self._final, algorithm.opob_accumulators)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ...models.tokenizer import TokenizerError, encode_text
 from ..client.protocol import ProtocolError, SamplingParams, token_ids
 from ..client.routed_experts import encode
 from .errors import RequestError
@@ -101,9 +102,9 @@ class RequestParser:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         try:
-            return tuple(self.tokenizer.encode(text).ids)
-        except Exception as error:  # tokenizers raises plain Exception, for a word outside a vocabulary without UNK
-            raise RequestError(f"text: the model's tokenizer cannot encode it: {error}") from error
+            return tuple(encode_text(self.tokenizer, text))
+        except TokenizerError as error:
+            raise RequestError(f"text: {error}") from error
 
     def _sequences(self, prompt: tuple[int, ...], sampling: object, start: object, rid: str) -> list[Generation]:
         assert isinstance(sampling, Mapping)  # _copies has looked

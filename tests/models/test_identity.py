@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from vcpo_megatron.models.facts import differences, shape_facts, weight_facts
+from vcpo_megatron.models.identity import differences, shape_facts, weight_facts
 from vcpo_megatron.models.rope import Rope
 from vcpo_megatron.models.shape import ModelShape
 from vcpo_megatron.models.window import Window

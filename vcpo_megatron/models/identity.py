@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..run.json_file import read_json_object
 from .shape import ModelShape
 
 #: Bytes of a block, and blocks of a file, that ``weight_facts`` reads.
@@ -40,7 +41,7 @@ def weight_facts(folder: Path) -> dict[str, str]:
     size. Training changes every block, so other weights are found; one byte that was changed may not be.
     """
     index = folder / "model.safetensors.index.json"
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    names = set(read_json_object(index)["weight_map"].values()) if index.exists() else {"model.safetensors"}
     return {name: _sampled(folder / name) for name in sorted(names)}
 
 
