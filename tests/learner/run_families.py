@@ -18,7 +18,7 @@ from .families import prompts
 def logits_each(cases: list[tuple[RunConfig, str | None]]) -> list[dict[str, Any]]:
     """For each (run, checkpoint or None: the HF folder): logits [T, V] of every prompt, all weights, used names."""
     platform.prepare()
-    from vcpo_megatron.learner.checkpoint.load import load_weights
+    from vcpo_megatron.learner.checkpoint.logprobs import load_weights
     from vcpo_megatron.learner.megatron.model import build_model
     from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
     from vcpo_megatron.learner.weights.gather import WeightGatherer
@@ -69,7 +69,7 @@ def logprobs_each(cases: list[tuple[RunConfig, str]], prompts: list[list[int]]) 
     platform.prepare()
     import numpy as np
 
-    from vcpo_megatron.learner.checkpoint.load import load_weights
+    from vcpo_megatron.learner.checkpoint.logprobs import load_weights
     from vcpo_megatron.learner.megatron.model import build_model
     from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
     from vcpo_megatron.learner.megatron.scoring import score_with

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vcpo_megatron.learner.checkpoint.convert import Layout, import_hf
+from vcpo_megatron.learner.checkpoint.convert import CheckpointLayout, import_hf
 
 from .families import FAMILIES, make_family, reference_logits
 from .scenarios import make_config
@@ -57,7 +57,7 @@ def checkpoints(folders: dict[str, Path]) -> dict[str, Path]:
     """Dense models for two stages; models with experts for two tensor-parallel and two expert-parallel ranks."""
     found = {}
     for family, folder in folders.items():
-        layout = Layout(tensor=2, expert=2) if has_experts(family) else Layout(pipeline=2)
+        layout = CheckpointLayout(tensor=2, expert=2) if has_experts(family) else CheckpointLayout(pipeline=2)
         found[family] = folder.with_name(f"{family}.checkpoint")
         assert import_hf(folder, found[family], layout, vocab_multiple=8, progress=False) == {}
     return found

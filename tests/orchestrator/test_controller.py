@@ -19,6 +19,7 @@ from vcpo_megatron.orchestrator.store.recorder import Recorder
 from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.rollout.fleet.fleet import FleetError
 from vcpo_megatron.run.directory import RunDirectory
+from vcpo_megatron.run.integrity import sealed
 from vcpo_megatron.run.tasks import RunError, StopRequest
 from vcpo_megatron.transport.messages import ControlError
 
@@ -389,7 +390,7 @@ def test_a_prompt_that_waited_to_be_sampled_again_is_carried_by_the_checkpoint(t
     assert manifest["orchestrator"]["requeue"] == []
     manifest["orchestrator"]["requeue"] = [70]
     del manifest["crc32"]  # of the text before
-    path.write_text(json.dumps(manifest))
+    path.write_text(sealed(manifest))
     second = FakeRun(tmp_path, config(train={"steps": 3}), attempt=2, resume_step=2)
     second.run()
     assert [group.prompt_id for group in second.learner.batches[0].groups] == ["train-70", "train-4"]

@@ -13,6 +13,7 @@ import pytest
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
 from vcpo_megatron.orchestrator.store.store import RolloutStore, StoreError
 from vcpo_megatron.run.directory import RunDirectory
+from vcpo_megatron.run.integrity import sealed
 from vcpo_megatron.run.tasks import RunError
 from vcpo_megatron.transport.messages import ControlError
 from vcpo_megatron.types import PolicyVersion
@@ -101,7 +102,7 @@ def test_a_checkpoint_without_the_id_of_its_run_is_warned_of(
     path = RunDirectory(tmp_path).checkpoint(6) / "manifest.json"
     earlier = json.loads(path.read_text())
     del earlier["crc32"], earlier["orchestrator"]["store"]["run"]
-    path.write_text(json.dumps(earlier))
+    path.write_text(sealed(earlier))
     longer = config(checkpoint={"every": 2}, train={"steps": 8})
     assert FakeRun(tmp_path, longer, attempt=2, resume_step=6).run() == "run ended"
     warning = "vcpo: warning: checkpoint step_6 was written by an earlier version, without the id of its run: "

@@ -247,5 +247,3 @@ def test_a_manifest_that_has_changed_counts_as_damaged(directory: RunDirectory) 
     path.write_text(text.replace('"cursor": 7', '"cursor": 8'))
     assert directory.damaged() == {1: "manifest.json cannot be read: its checksum does not match"}
     assert directory.complete_steps() == []
-    path.write_text(manifest(1).model_dump_json())  # as an earlier version wrote it
-    assert directory.complete_steps() == [1] and directory.manifest(1).checksums == {}

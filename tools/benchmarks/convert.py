@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from vcpo_megatron.conversion.writer import FolderWriter
-from vcpo_megatron.learner.checkpoint.convert import Layout, export_hf, import_hf
+from vcpo_megatron.learner.checkpoint.convert import CheckpointLayout, export_hf, import_hf
 from vcpo_megatron.models.families.registry import model_shape, tensors
 
 _BLOCK, _POOL = 16 * 2**20, 2**22
@@ -150,7 +150,7 @@ def _anonymous() -> int:
 
 
 def import_quietly(source: Path, out: Path, tensor: int) -> None:
-    import_hf(source, out, Layout(tensor), progress=False)
+    import_hf(source, out, CheckpointLayout(tensor), progress=False)
 
 
 def export_quietly(source: Path, out: Path) -> None:

@@ -183,9 +183,9 @@ def _require_paths(args: argparse.Namespace) -> None:
 
 def _import(args: argparse.Namespace) -> int:
     _require_paths(args)
-    from ..learner.checkpoint.convert import Layout, import_hf
+    from ..learner.checkpoint.convert import CheckpointLayout, import_hf
 
-    layout = Layout(args.tensor, args.pipeline, args.expert)
+    layout = CheckpointLayout(args.tensor, args.pipeline, args.expert)
     skipped = import_hf(
         args.source, args.out, layout, dtype=args.dtype, vocab_multiple=args.vocab_multiple, progress=not args.quiet
     )

@@ -356,7 +356,3 @@ class RunConfig(Section):
             return 1
         dense = self.parallel.tensor * self.parallel.context
         return math.lcm(dense, self.parallel.expert * self.parallel.expert_tensor) // dense
-
-    @property
-    def trajectories_per_step(self) -> int:
-        return self.train.groups_per_step * self.train.group_size

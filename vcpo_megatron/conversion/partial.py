@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -43,16 +43,15 @@ class Partial:
         self.steps: list[Any] = []
         self._lock: BinaryIO | None = None
         self._made: list[Path] = []  # folders, deepest first
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.release)  # nothing stays locked after an error
             with self._undone_by_errors():
                 require_apart(out, sources)
                 require_absent(out)
                 self._require_ours()
                 self._require_room(plan, needed_bytes)
                 self._take(plan)
-        except BaseException:  # not handled here: nothing stays locked
-            self.release()
-            raise
+            undo.pop_all()
 
     def _require_ours(self) -> None:
         """Nothing is removed that no conversion has written."""
@@ -236,7 +235,7 @@ def _lock(file: BinaryIO) -> None:
             raise
 
 
-class Progress:
+class CopyProgress:
     """Bytes done, rate and time left, on a terminal in place, else a line every ``every_s`` seconds."""
 
     def __init__(self, what: str, total: int, stream: TextIO | None, every_s: float = 5.0) -> None:
@@ -247,7 +246,7 @@ class Progress:
         self._done = self._skipped = 0
 
     def skip(self, count: int) -> None:
-        """Bytes that an earlier run did."""
+        """Bytes that were done before the interruption."""
         self._done = self._skipped = count
 
     def add(self, count: int) -> None:

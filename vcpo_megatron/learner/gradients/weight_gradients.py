@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..megatron import platform
-from ..megatron.kernels import add_product
+from ..megatron.platform import add_product
 
 if TYPE_CHECKING:
     from .pack_scores import PackScores, Tokens

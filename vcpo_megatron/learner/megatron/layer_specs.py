@@ -3,7 +3,7 @@
     model.transformer_impl   matrices     local               Megatron's, whose gradients are separated in a pack
                                           transformer_engine  TransformerEngine's, unfused: one trajectory a micro-batch
     model.core_attention     attention    torch               ours, over packs (``layers.PackedAttention``)
-                                          transformer_engine  its fused kernels, told of packs as "thd" with boundaries
+                                          transformer_engine  its fused kernels, over packs as "thd" with boundaries
                              norms        ours in every case
 
 TransformerEngine's linear layers are of a kind that ``score_gradients`` does not know, so ``score_alone`` takes them.

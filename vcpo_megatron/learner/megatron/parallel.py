@@ -79,10 +79,6 @@ class Parallel:
         return f"{self.world_size} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pipeline_rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.pipeline_rank == self.pipeline_size - 1
 

@@ -23,7 +23,7 @@ def score_tokens(trainable: Trainable, parallel: Parallel, tokens: np.ndarray) -
 def score_with(
     chunks: Sequence[torch.nn.Module], vocab_size: int, parallel: Parallel, tokens: np.ndarray
 ) -> np.ndarray:
-    """``score_tokens`` for bare chunks of a model."""
+    """``score_tokens`` for chunks of a model, wrapped for data parallelism or not."""
     length = len(tokens) - 1
     layout = Layout.of([length], parallel.share)
     padded = np.zeros(layout.total + 1, np.int64)

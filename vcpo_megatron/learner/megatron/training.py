@@ -22,7 +22,7 @@ from .parallel import Parallel
 
 @dataclass(frozen=True)
 class Trainable:
-    """What a step changes. ``chunks`` are the bare GPTModels inside ``wrapped``: one, or one a virtual stage."""
+    """What a step changes. ``chunks`` are the GPTModels inside ``wrapped``: one, or one a virtual stage."""
 
     chunks: tuple[GPTModel, ...]
     wrapped: tuple[DistributedDataParallel, ...]

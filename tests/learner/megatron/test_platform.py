@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vcpo_megatron.config.fused_kernels import InstalledKernels, find_kernels
-from vcpo_megatron.learner.megatron.kernels import choose_kernels
+from vcpo_megatron.learner.megatron.platform import choose_kernels
 
 from ..scenarios import make_batch, make_config, make_model_folder
 from ..world import run_world
