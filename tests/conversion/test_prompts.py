@@ -54,7 +54,7 @@ LONG = json.dumps({"text": ["x" * 100]})
         ('{"text": 5}', '"text" is 5, not a string'),
         ('{"text": null}', '"text" is null, not a string'),
         (LONG, f'"text" is ["{"x" * 35}..., not a string'),
-        ('{"text": "1 2 z"}', "cannot encode the text (WordLevel error: Missing [UNK] token from the vocabulary)"),
+        ('{"text": "1 2 z"}', "cannot encode the text: WordLevel error: Missing [UNK] token from the vocabulary"),
         ('{"text": "\\ud800"}', "cannot encode the text"),
         ('{"text": "1", "tokens": [1, 2]}', 'expected an object with either "text" or "tokens"'),
         ("{}", 'expected an object with either "text" or "tokens"'),

@@ -12,6 +12,8 @@ from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.learner.megatron import platform
 from vcpo_megatron.types import Batch, PolicyVersion
 
+from .world import leave_layout
+
 
 def loads_after_changes(config: RunConfig, batches: list[Batch], run_dir: str, changes: list[str]) -> list[str]:
     """Save two checkpoints, then change one byte of each of ``changes`` in the second, one after the other (its size
@@ -19,7 +21,7 @@ def loads_after_changes(config: RunConfig, batches: list[Batch], run_dir: str, c
     platform.prepare()
     from vcpo_megatron.learner.checkpoint.checkpoints import Checkpoints
     from vcpo_megatron.learner.checkpoint.errors import CheckpointError
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.megatron.training import build_trainable
     from vcpo_megatron.learner.step.vcpo_step import VcpoStep
     from vcpo_megatron.run.directory import RunDirectory

@@ -13,6 +13,7 @@ from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.learner.megatron import platform
 
 from .families import prompts
+from .world import leave_layout
 
 
 def logits_each(cases: list[tuple[RunConfig, str | None]]) -> list[dict[str, Any]]:
@@ -20,7 +21,7 @@ def logits_each(cases: list[tuple[RunConfig, str | None]]) -> list[dict[str, Any
     platform.prepare()
     from vcpo_megatron.learner.checkpoint.logprobs import load_weights
     from vcpo_megatron.learner.megatron.model import build_model
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.weights.gather import WeightGatherer
 
     outcomes = []
@@ -71,7 +72,7 @@ def logprobs_each(cases: list[tuple[RunConfig, str]], prompts: list[list[int]]) 
 
     from vcpo_megatron.learner.checkpoint.logprobs import load_weights
     from vcpo_megatron.learner.megatron.model import build_model
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.megatron.scoring import score_with
 
     outcomes = []

@@ -26,6 +26,8 @@ from vcpo_megatron.transport.messages import (
 from vcpo_megatron.types import PolicyVersion
 from vcpo_megatron.weight_sync.wire import WeightGroup, find_store, flat_size, unflatten
 
+from .world import leave_layout
+
 PATIENCE_S = 60.0
 
 
@@ -58,7 +60,7 @@ def send_each(cases: list[RunConfig], run_dir: str) -> list[dict[str, Any]]:
     """For each run: what arrived of six versions; the parameters change as soon as each is copied."""
     platform.prepare()
     from vcpo_megatron.learner.megatron.model import build_model
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.weights.gather import WeightGatherer
     from vcpo_megatron.learner.weights.sender import WeightSender
 

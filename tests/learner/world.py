@@ -9,6 +9,7 @@ from one server process that has made them (``preload.py``) and has no threads. 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from vcpo_megatron.launch.devices import visible_gpus
 
@@ -94,3 +96,18 @@ def run_rank(name: str, folder: str, environment: dict[str, str]) -> None:
         (Path(folder) / "result").write_bytes(pickle.dumps(result))
     if dist.is_initialized():
         dist.barrier()  # a rank that leaves while another still talks to it makes that one fail
+
+
+def leave_layout() -> None:
+    """Destroy every group of the layout but stay in the world, so that another one can be built; on all ranks alike.
+
+    A gloo group owns threads that never sleep for long: groups that are merely forgotten slow the whole machine down.
+    """
+    from megatron.core import parallel_state as mpu
+
+    mpu.destroy_model_parallel()
+    gc.collect()  # models and optimizers that are gone hold groups in cycles
+    if dist.is_initialized():
+        dist.barrier()  # a group goes when no rank talks over it any more
+        for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+            dist.destroy_process_group(group)

@@ -18,14 +18,12 @@ Ranks that work on the same trajectories, or on the same experts at the same tim
 from __future__ import annotations
 
 import datetime
-import gc
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
-from torch.distributed import distributed_c10d
 
 from ...config.schema import RunConfig
 from ..batch.packing import Share
@@ -201,19 +199,6 @@ def agree_equal(value: float, name: str, parallel: Parallel) -> float:
     if pair[0] != value or pair[1] != -value:
         raise RuntimeError(f"{name} differ between ranks: {-pair[1].item()} to {pair[0].item()}")
     return value
-
-
-def leave_layout() -> None:
-    """Destroy every group of the layout but stay in the world, so that another layout can be built; on all ranks alike.
-
-    A gloo group owns threads that never sleep for long: groups that are merely forgotten slow the whole machine down.
-    """
-    mpu.destroy_model_parallel()
-    gc.collect()  # models and optimizers that are gone hold groups in cycles
-    if dist.is_initialized():
-        dist.barrier()  # a group goes when no rank talks over it any more
-        for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
-            dist.destroy_process_group(group)
 
 
 def destroy() -> None:
