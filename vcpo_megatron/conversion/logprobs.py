@@ -28,7 +28,7 @@ def reference_logprobs(folder: Path, prompts: Sequence[Sequence[int]]) -> list[T
     transformers.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
-    except Exception as error:  # whatever a foreign configuration makes of another library
+    except Exception as error:  # fault boundary: whatever a foreign configuration makes another library raise
         raise ConversionError(f"transformers cannot load {folder} ({type(error).__name__}: {error})") from None
     found = []
     with torch.inference_mode():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -118,7 +118,7 @@ def import_hf(
         layout.check(shape, padded)
         kind = torch_dtype(dtype) if dtype else _one_dtype(folder, family, shape)
         job = _Import(folder, family, shape, layout, padded, kind)
-        carried_files(source)  # what is wrong with them is said before the work
+        carried_files(source)  # reports their faults before the work begins
         plan = {**job.manifest(), "source": str(source.absolute()), "files": fingerprint(source)}
         partial = Partial(out, plan, job.bytes_total, [source])
         with partial.guarded():
@@ -291,40 +291,51 @@ def export_hf(
     _require_outside_runs(out)
     opened = OpenedCheckpoint(source)
     kind = torch_dtype(dtype) if dtype else opened.dtype
-    order = opened.order()
     dtypes = {hf: dtype for hf, (_, dtype) in opened.family.outline(opened.shape, kind).items()}
-    total = sum(torch.Size(size).numel() * dtypes[hf].itemsize for hf, size in order.items())
+    total = sum(torch.Size(size).numel() * dtypes[hf].itemsize for hf, size in opened.order().items())
     plan = {
         "source": str(opened.path.absolute()),
         "files": fingerprint(opened.path),
         "dtype": str(kind),
         "max_file_bytes": max_file_bytes,
     }
-    carried_files(opened.hf)  # what is wrong with them is said before the work
+    carried_files(opened.hf)  # reports their faults before the work begins
     partial = Partial(out, plan, total, [source, opened.path, opened.hf])
+    bar = CopyProgress(f"export {out.name}", total, sys.stderr if progress else None)
     with partial.guarded():
-        done = partial.steps[-1]["done"] if partial.steps else 0
-        begun = len({hf for name in opened.names[:done] for hf in opened.family.sources(name, opened.shape)})
-        writer = FolderWriter(partial.path, order, dtypes, max_file_bytes, done=begun)
-        bar = CopyProgress(f"export {out.name}", total, sys.stderr if progress else None)
-        unsynced = 0
-        try:
-            for number, name in enumerate(opened.names[done:], done + 1):
-                for hf, tensor in opened.parameter(name).items():
-                    _require_range(tensor, dtypes[hf], hf)
-                    writer.write(hf, tensor)
-                    unsynced += tensor.numel() * dtypes[hf].itemsize
-                    bar.add(tensor.numel() * dtypes[hf].itemsize)
-                if unsynced >= SYNC_BYTES:
-                    writer.sync()
-                    partial.record({"done": number})
-                    unsynced = 0
-            writer.finish()
-        finally:
-            bar.end()
-            writer.close()
+        _write_tensors(opened, dtypes, max_file_bytes, partial, bar)
         finish_folder(partial.path, opened.hf, opened.config, kind)
         partial.finish()
+
+
+def _write_tensors(
+    opened: OpenedCheckpoint,
+    dtypes: Mapping[str, torch.dtype],
+    max_file_bytes: int,
+    partial: Partial,
+    progress: CopyProgress,
+) -> None:
+    """Write every parameter that ``partial`` does not hold yet."""
+    done = partial.steps[-1]["done"] if partial.steps else 0
+    begun = len({hf for name in opened.names[:done] for hf in opened.family.sources(name, opened.shape)})
+    writer = FolderWriter(partial.path, opened.order(), dtypes, max_file_bytes, done=begun)
+    unsynced = 0
+    try:
+        for number, name in enumerate(opened.names[done:], done + 1):
+            for hf, tensor in opened.parameter(name).items():
+                _require_range(tensor, dtypes[hf], hf)
+                writer.write(hf, tensor)
+                size = tensor.numel() * dtypes[hf].itemsize
+                unsynced += size
+                progress.add(size)
+            if unsynced >= SYNC_BYTES:
+                writer.sync()
+                partial.record({"done": number})
+                unsynced = 0
+        writer.finish()
+    finally:
+        progress.end()
+        writer.close()
 
 
 def _require_range(tensor: Tensor, kind: torch.dtype, name: str) -> None:

@@ -50,7 +50,7 @@ class Exports:
         return self._every > 0 and version % self._every == 0
 
     def write(self, version: int) -> None:
-        """Export the current weights. A folder that cannot be written is told about and left out: the run goes on."""
+        """Export the current weights. A folder that cannot be written is reported and skipped: the run goes on."""
         tensors = self._gatherer.gather()
         if self._parallel.rank != 0:
             for _ in tensors:
@@ -63,7 +63,7 @@ class Exports:
             print(f"{out}: exported in {time.perf_counter() - started:.1f} s", flush=True)
         except (ConversionError, OSError) as error:
             print(f"no export of step {version}: {error}", flush=True)
-            for _ in tensors:  # the other ranks send to the end
+            for _ in tensors:  # the gathers are collective: the other ranks go through all of them
                 pass
 
 

@@ -45,7 +45,6 @@ class Parallel:
     virtual_size: int
     data_rank: int
     data_size: int
-    expert_rank: int
     expert_tensor_rank: int
     expert_tensor_size: int
     spread_size: int
@@ -152,7 +151,6 @@ def initialize(config: RunConfig) -> Parallel:
         virtual_size=chosen.virtual_pipeline,
         data_rank=mpu.get_data_parallel_rank(),
         data_size=mpu.get_data_parallel_world_size(),
-        expert_rank=mpu.get_expert_model_parallel_rank(),
         expert_tensor_rank=mpu.get_expert_tensor_parallel_rank(),
         expert_tensor_size=chosen.expert_tensor,
         spread_size=config.spread,
