@@ -17,7 +17,7 @@ from vcpo_megatron.transport.messages import (
     GroupOpened,
     Heartbeat,
     Hello,
-    LeaveStep,
+    AbortStep,
     Loaded,
     OpenGroup,
     Probe,
@@ -26,7 +26,7 @@ from vcpo_megatron.transport.messages import (
     SendingFailed,
     SendWeights,
     StepDone,
-    StepLeft,
+    StepAborted,
     Stop,
     StopSending,
     SyncDone,
@@ -120,8 +120,8 @@ MESSAGES: list[Any] = [
     BatchReady(BATCH),
     BatchReady(ROUTED),
     BatchReady(Batch(0, ())),
-    LeaveStep(7),
-    StepLeft(7),
+    AbortStep(7),
+    StepAborted(7),
     StepDone(
         StepResult(
             step=17,

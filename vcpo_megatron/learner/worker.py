@@ -33,13 +33,13 @@ from ..transport.messages import (
     Error,
     Heartbeat,
     Hello,
-    LeaveStep,
+    AbortStep,
     Loaded,
     Message,
     Probe,
     ProbeResult,
     StepDone,
-    StepLeft,
+    StepAborted,
     Stop,
 )
 from ..types import Batch, PolicyVersion
@@ -114,7 +114,7 @@ class Worker:
                 case Stop():
                     self._look_after_checkpoint(wait=True)
                     return
-                case Heartbeat() | LeaveStep():  # to leave a step that is done
+                case Heartbeat() | AbortStep():  # to leave a step that is done
                     pass
                 case Error(_, message):
                     raise ControlError(f"{ENDED_BY_ORCHESTRATOR}{message}")
@@ -124,7 +124,7 @@ class Worker:
     def _train(self, batch: Batch) -> None:
         result = self._step.run(batch, PolicyVersion(self._version.attempt, self._version.number + 1))
         if result is None:
-            return self._say(StepLeft(batch.step))
+            return self._say(StepAborted(batch.step))
         self._version = result.version
         if self._sender is not None:  # of the version that this step started from: its own is copied after StepDone
             result = replace(result, metrics={**result.metrics, "time/sync_stall": self._stall_s})
@@ -140,7 +140,7 @@ class Worker:
         while (message := self._control.receive(0.0)) is not None:
             self._heard = time.monotonic()
             self._inbox.append(message)
-        asked = [message for message in self._inbox if isinstance(message, LeaveStep)]
+        asked = [message for message in self._inbox if isinstance(message, AbortStep)]
         return any(message.step == self._version.number for message in asked)
 
     def _look_after_checkpoint(self, *, wait: bool = False) -> None:

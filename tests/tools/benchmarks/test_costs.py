@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.learner.scenarios import make_batch, make_config, make_model_folder
 from tests.learner.world import run_world
 from vcpo_megatron.learner.gradients import weight_gradients
-from vcpo_megatron.learner.gradients.pack_scores import Coefficients, PackScores, TokenRows, Tokens
+from vcpo_megatron.learner.gradients.pack_scores import Coefficients, PackScores, TokenRows, TokenShards
 from vcpo_megatron.learner.gradients.weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly
 
 CPU = costs.Machine(1.0, 1.0, *weight_gradients.constants(gpu=False))
@@ -44,11 +44,11 @@ class Layer:
         self.weight = torch.nn.Parameter(torch.zeros(d_out, d_in))
         self.weight.main_grad = torch.zeros(d_out, d_in)
         ids = torch.arange(n).repeat_interleave(tokens)
-        pack = SimpleNamespace(step_rows=range(n), rows=range(n), offset=0, tokens=ids)
+        pack = SimpleNamespace(step_samples=range(n), samples=range(n), offset=0, tokens=ids)
         self.scores = PackScores(pack, SimpleNamespace())
         self.scores.coefficients = Coefficients(torch.full((n,), 0.5).double(), torch.full((n,), 0.25).double())
         self.scores.accumulator = Accumulator.zeros({"w": self.weight}, torch.float32)
-        self._rows = Tokens(TokenRows(ids, n, [tokens] * n), None)
+        self._rows = TokenShards(TokenRows(ids, n, [tokens] * n), None)
         self._way, self._n = WAYS[mode](), n
 
     def backward(self, inputs: torch.Tensor, grads: torch.Tensor) -> None:

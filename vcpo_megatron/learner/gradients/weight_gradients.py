@@ -1,4 +1,4 @@
-"""What becomes of one layer's weight gradients, trajectory by trajectory: three exact ways.
+"""What becomes of one layer's weight gradients, trajectory by trajectory: three exact modes.
 
 With G_i, A_i the output gradients and inputs of trajectory i's tokens, W_i = G_i^T A_i is its share of the
 weight gradient. Its squared norm is found in one of two ways, whichever costs less:
@@ -27,7 +27,7 @@ from ..megatron import platform
 from ..megatron.kernels import add_product
 
 if TYPE_CHECKING:
-    from .pack_scores import PackScores, Tokens
+    from .pack_scores import PackScores, TokenShards
 
 #: FLOPs of a matrix product in the time of one pass (read, scale, add) over one fp32 element. Measured on a
 #: CPU core, in blocks: 30. An H100-class GPU by its data sheet (12 bytes at 3.3 TB/s, 400 TFLOP/s): about 1,500.
@@ -71,10 +71,10 @@ class Accumulator(dict[str, Tensor]):
 
 
 class WeightGradients(Protocol):
-    """One of the three ways. ``tokens`` says whose rows a layer sees; squared norms go to ``scores.owned``."""
+    """One of the three modes. ``tokens`` says whose rows a layer sees; squared norms go to ``scores.owned``."""
 
     def matrix(
-        self, scores: PackScores, tokens: Tokens, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
+        self, scores: PackScores, tokens: TokenShards, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
     ) -> None:
         """A linear weight [d_out, d_in] from inputs [R, d_in] and grads [R, d_out]."""
 
@@ -146,20 +146,20 @@ def _scaled(grads: Tensor, factors: Tensor, inputs: Tensor) -> tuple[Tensor, Ten
     return grads, (inputs.float() * factors[:, None]).to(inputs.dtype)
 
 
-def add_gram_norms(scores: PackScores, tokens: Tokens, limit: int, inputs: Tensor, grads: Tensor) -> None:
+def add_gram_norms(scores: PackScores, tokens: TokenShards, limit: int, inputs: Tensor, grads: Tensor) -> None:
     """Add |W_i|^2 of trajectories of at most ``limit`` tokens without forming W_i.
 
     Where ranks hold different tokens of a trajectory, every rank multiplies its rows with all of them.
     """
-    alone, batched = tokens.group is None, constants(gpu=platform.has_gpu())[1]
-    buckets = tokens.buckets(min(limit, batched) if alone else limit)
+    one_rank, batched = tokens.group is None, constants(gpu=platform.has_gpu())[1]
+    buckets = tokens.buckets(min(limit, batched) if one_rank else limit)
     if buckets:
         all_inputs, all_grads = tokens.gather(inputs), tokens.gather(grads)
         for members, local, whole in buckets:
             gram = _product(_picked(inputs, local), _picked(all_inputs, whole).transpose(1, 2))
             gram *= _product(_picked(grads, local), _picked(all_grads, whole).transpose(1, 2))
             scores.owned.index_add_(0, members, gram.sum((1, 2), dtype=torch.float64))
-    if alone:
+    if one_rank:
         for i, length in enumerate(tokens.whole.counts):
             if batched < length <= limit:
                 rows = tokens.local.rows(i)
@@ -186,7 +186,7 @@ def _triangular_gram(a: Tensor, g: Tensor) -> Tensor:
     return total
 
 
-def _whole(scores: PackScores, tokens: Tokens, i: int, inputs: Tensor, grads: Tensor) -> Tensor:
+def _whole(scores: PackScores, tokens: TokenShards, i: int, inputs: Tensor, grads: Tensor) -> Tensor:
     """This rank's summand of W_i [d_out, d_in], fp32; the squared norm of the whole is recorded."""
     rows = tokens.local.rows(i)
     w = _product(grads[rows].t(), inputs[rows])
@@ -201,7 +201,7 @@ def _blocks(d_out: int, d_in: int) -> list[slice]:
 
 
 def _in_blocks(
-    scores: PackScores, tokens: Tokens, members: Sequence[int], inputs: Tensor, grads: Tensor
+    scores: PackScores, tokens: TokenShards, members: Sequence[int], inputs: Tensor, grads: Tensor
 ) -> Iterator[tuple[slice, Iterator[tuple[int, Tensor]]]]:
     """Blocks of rows, and (i, W_i[rows]) of all ``members`` in each; all of it is to be taken.
 
@@ -230,14 +230,14 @@ def _block(
         yield i, w
 
 
-def _split(tokens: Tokens, limit: int) -> tuple[list[int], list[int]]:
+def _split(tokens: TokenShards, limit: int) -> tuple[list[int], list[int]]:
     """Trajectories of at most ``limit`` tokens, and longer ones; none without tokens."""
     counts = tokens.whole.counts
     short = [i for i, count in enumerate(counts) if 0 < count <= limit]
     return short, [i for i, count in enumerate(counts) if count > limit]
 
 
-def _rows_of(tokens: Tokens, members: Sequence[int], *values: Tensor) -> list[Tensor]:
+def _rows_of(tokens: TokenShards, members: Sequence[int], *values: Tensor) -> list[Tensor]:
     """This rank's rows of ``members``; the tensors themselves where these are all rows."""
     if sum(tokens.local.counts[i] for i in members) == len(values[0]):
         return list(values)
@@ -253,7 +253,7 @@ class Accumulate:
     """r_i W_i into the main gradient and q_i W_i into the group's accumulator, in the backward."""
 
     def matrix(
-        self, scores: PackScores, tokens: Tokens, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
+        self, scores: PackScores, tokens: TokenShards, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
     ) -> None:
         assert scores.coefficients is not None
         r, q = scores.coefficients.gradient, scores.coefficients.sums
@@ -314,7 +314,7 @@ class NormsOnly:
     """Nothing but norms: the first of two passes."""
 
     def matrix(
-        self, scores: PackScores, tokens: Tokens, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
+        self, scores: PackScores, tokens: TokenShards, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
     ) -> None:
         limit = crossover(inputs.shape[1], grads.shape[1])
         short, long = _split(tokens, limit)
@@ -335,7 +335,7 @@ class Deferred:
     """Keeps what the gradient needs in ``scores.kept``: functions of the final coefficients [n]."""
 
     def matrix(
-        self, scores: PackScores, tokens: Tokens, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
+        self, scores: PackScores, tokens: TokenShards, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
     ) -> None:
         limit = crossover(inputs.shape[1], grads.shape[1])
         main = main_gradient(weight)

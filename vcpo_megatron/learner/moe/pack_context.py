@@ -11,7 +11,7 @@ from torch import Tensor
 _T = TypeVar("_T")
 
 
-class PerPack(Generic[_T]):
+class PackContext(Generic[_T]):
     """``current`` is the value of the pack at hand, None outside of packs. Several packs may be in flight."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ def pack_mismatch(pack: Pack, token_log_ratios: torch.Tensor, exchange: LogRatio
 
     token_log_ratios  float64 [T]  log pi_theta - log mu of this rank's tokens
     """
-    size, n = token_log_ratios.abs(), len(pack.rows)
+    size, n = token_log_ratios.abs(), len(pack.samples)
     sums = [importance.segment_sum(x, pack.current, pack.segments, n) for x in (size, torch.ones_like(size))]
     total, count = exchange.sum_over_context(torch.stack(sums)).cpu()
     largest = exchange.max_over_context(importance.segment_max(size, pack.current, pack.segments, n)).cpu()

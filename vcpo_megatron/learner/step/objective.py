@@ -16,9 +16,9 @@ import torch
 
 from ...algorithm import baselines, importance, normalization
 from ...algorithm.advantages import group_scale
-from ...algorithm.surrogates import STATISTICS, SURROGATES, Bounds, Tokens
+from ...algorithm.surrogates import STATISTICS, SURROGATES, Bounds, TokenTerms
 from ...config.schema import AlgorithmConfig
-from ..batch.packing import Pack, Row
+from ..batch.packing import Pack, Sample
 from .results import RowFacts
 
 
@@ -30,7 +30,7 @@ class Objective:
     """
 
     def __init__(
-        self, algorithm: AlgorithmConfig, groups: Sequence[Sequence[Row]], max_new_tokens: int, previous_ess: float
+        self, algorithm: AlgorithmConfig, groups: Sequence[Sequence[Sample]], max_new_tokens: int, previous_ess: float
     ) -> None:
         self.algorithm = algorithm
         self.row = algorithm.row
@@ -82,25 +82,25 @@ class Objective:
 
         log_ratio  float64 [n]  l_i of the pack, on the CPU
         """
-        rows = [row.index for row in pack.rows]
+        rows = [row.index for row in pack.samples]
         if self.row.linear:
             whole = torch.nn.functional.pad(self.trajectory_coefficients(rows, log_ratio), (0, 1)).to(policy)
             return whole[pack.segments] * self.token_weights(pack, policy)
         tokens = self._tokens(pack, policy)
         found = SURROGATES[self.row.surrogate](tokens, self.advantages(rows).to(policy.device), self._bounds)
-        speaks = tokens.spread(self.facts.has_variance[rows].to(policy.device)) > 0
+        speaks = tokens.per_token(self.facts.has_variance[rows].to(policy.device)) > 0
         silent = found if self.row.whole_batch else torch.zeros_like(found)
         return torch.where(speaks, found + self.anchor, silent).to(policy.dtype)
 
-    def _tokens(self, pack: Pack, policy: torch.Tensor) -> Tokens:
+    def _tokens(self, pack: Pack, policy: torch.Tensor) -> TokenTerms:
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
-        return Tokens(ratios, pack.mask, pack.segments, len(pack.rows), self.statistic)
+        return TokenTerms(ratios, pack.mask, pack.segments, len(pack.samples), self.statistic)
 
     def reported(self, pack: Pack, policy: torch.Tensor) -> torch.Tensor:
         """The part of the token coefficients that the loss metric cannot form from a trajectory's numbers: [T]."""
         if self.row.linear:
             return self.token_weights(pack, policy)
-        return self.token_coefficients(pack, policy, torch.zeros(len(pack.rows)))
+        return self.token_coefficients(pack, policy, torch.zeros(len(pack.samples)))
 
     def set_statistic(self, token_log_ratios: torch.Tensor) -> None:
         """From the log ratios of all sampled tokens of the batch, float64 [M]."""

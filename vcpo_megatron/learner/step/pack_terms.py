@@ -55,7 +55,7 @@ class PackTerms:
         """``score``, with the pack's rows of the table filled."""
         logprobs, entropy = self.score(pack, logits)
         objective, policy = self._objective, logprobs.detach()
-        n, index = len(pack.rows), [row.index for row in pack.rows]
+        n, index = len(pack.samples), [row.index for row in pack.samples]
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
         self.table.record_forward(index, self._sums(pack, ratios), torch.zeros(n), self._sums(pack, entropy.detach()))
         self.table.record_mismatch(index, pack_mismatch(pack, ratios, self._messages))
@@ -70,7 +70,7 @@ class PackTerms:
 
     def normalized(self, pack: Pack, per_token: torch.Tensor) -> torch.Tensor:
         """sum_i c_i sum_t per_token over sampled tokens."""
-        index = [row.index for row in pack.rows]
+        index = [row.index for row in pack.samples]
         coefficients = torch.nn.functional.pad(self._objective.facts.token_coefficients[index], (0, 1))
         return torch.where(pack.mask, per_token * coefficients.to(per_token)[pack.segments], 0.0).sum()
 
@@ -81,7 +81,7 @@ class PackTerms:
             return torch.zeros_like(logprobs)
         reference = self.reference_logprobs.get(id(pack))
         term, kl = regularizer(algorithm.kl_coef, algorithm.entropy_coef, logprobs, entropy, reference)
-        self.table.record_kl([row.index for row in pack.rows], self._sums(pack, kl))
+        self.table.record_kl([row.index for row in pack.samples], self._sums(pack, kl))
         return term
 
     def record_baselines(self, rows: list[int], norms: torch.Tensor) -> None:
@@ -91,14 +91,14 @@ class PackTerms:
 
     def _sums(self, pack: Pack, per_token: torch.Tensor) -> torch.Tensor:
         """Sums over the sampled tokens of each trajectory, on whichever rank they are: float64 [n], on the CPU."""
-        own = importance.segment_sum(per_token, pack.mask, pack.segments, len(pack.rows))
+        own = importance.segment_sum(per_token, pack.mask, pack.segments, len(pack.samples))
         return self._messages.sum_over_context(own).cpu()
 
     def _estimate_norms(self, pack: Pack, logits: torch.Tensor, policy: torch.Tensor) -> None:
         """|g_i| as c_i sqrt(sum_t v_t^2 |d log pi_t / d logits|^2); the baseline once a group is complete."""
         squared = squared_score_norms(logits.squeeze(0), pack.labels, *self._logits)
         weighted = self._objective.token_weights(pack, policy).square() * squared
-        index, facts = [row.index for row in pack.rows], self._objective.facts
+        index, facts = [row.index for row in pack.samples], self._objective.facts
         self._estimated[index] = self._sums(pack, weighted).sqrt() * facts.token_coefficients[index]
         rows = facts.rows_of(pack.group)
         if self._objective.scales[pack.group].has_variance and not bool(self._estimated[rows].isnan().any()):

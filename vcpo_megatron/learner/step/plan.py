@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ...algorithm.advantages import GroupScale
 from ...config.schema import RunConfig
-from ..batch.packing import Layout, Pack, Row, assign_groups, make_pack, plan_steps
+from ..batch.packing import Layout, Pack, Sample, assign_groups, make_pack, plan_steps
 from ..megatron.parallel import Parallel
 
 
@@ -28,7 +28,7 @@ class StepPlan:
     @classmethod
     def of(
         cls,
-        groups: Sequence[Sequence[Row]],
+        groups: Sequence[Sequence[Sample]],
         scales: Sequence[GroupScale],
         config: RunConfig,
         parallel: Parallel,
@@ -41,7 +41,7 @@ class StepPlan:
         silent = [row for g in mine if not scales[g].has_variance for row in groups[g]]
         speaking = [groups[g] for g in mine if scales[g].has_variance]
         # gathering all tokens everywhere takes as many of every rank
-        equal = config.parallel.expert_dispatcher == "allgather" and parallel.spread_size > 1
+        equal = config.parallel.expert_dispatcher == "allgather" and parallel.expert_data_size > 1
         packer = _Packer(parallel, config.train.max_pack_tokens, device, equal, version)
         return cls(packer.packs([silent]), packer.packs(speaking))
 
@@ -75,20 +75,20 @@ class _Packer:
     equal_lengths: bool
     version: int
 
-    def packs(self, groups: Sequence[Sequence[Row]]) -> tuple[Pack, ...]:
+    def packs(self, groups: Sequence[Sequence[Sample]]) -> tuple[Pack, ...]:
         """This rank's pack of every micro-step, padded with empty steps to what the schedule asks for."""
         found = [
             self._pack(step)
             for group in groups
             if group
-            for step in plan_steps(group, self.parallel.spread_size, self.max_tokens)
+            for step in plan_steps(group, self.parallel.expert_data_size, self.max_tokens)
         ]
         missing = -len(found) % self.parallel.steps_multiple
         empty = [make_pack([], self.parallel.share, self.device, group=found[-1].group) for _ in range(missing)]
         return (*found, *empty)
 
-    def _pack(self, step: Sequence[Sequence[Row]]) -> Pack:
-        own = self.parallel.spread_rank
+    def _pack(self, step: Sequence[Sequence[Sample]]) -> Pack:
+        own = self.parallel.expert_data_rank
         rows = [row for part in step for row in part]
         offset = sum(len(part) for part in step[:own])
         lengths = [Layout.of([row.cost for row in part], self.parallel.share).total for part in step]
@@ -97,7 +97,7 @@ class _Packer:
             self.parallel.share,
             self.device,
             group=rows[0].group,
-            step_rows=rows,
+            step_samples=rows,
             offset=offset,
             at_least=max(lengths) if self.equal_lengths else 0,
             version=self.version,

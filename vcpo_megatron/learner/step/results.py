@@ -10,7 +10,7 @@ import torch
 
 from ...algorithm.advantages import GroupScale
 from ...types import Batch, TrajectoryResult
-from ..batch.packing import Row
+from ..batch.packing import Sample
 
 
 class RowTable:
@@ -187,7 +187,7 @@ class RowFacts:
     @classmethod
     def of(
         cls,
-        groups: Sequence[Sequence[Row]],
+        groups: Sequence[Sequence[Sample]],
         scales: Sequence[GroupScale],
         centres: torch.Tensor,
         coefficients: torch.Tensor,

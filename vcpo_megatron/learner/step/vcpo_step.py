@@ -30,7 +30,7 @@ from megatron.core.distributed import finalize_model_grads
 
 from ...config.schema import RunConfig
 from ...types import Batch, PolicyVersion, StepResult
-from ..batch.packing import Pack, batch_rows
+from ..batch.packing import Pack, batch_samples
 from ..gradients.attach import attach
 from ..gradients.group_sums import Bucket, DeferredGradients, GroupNorms, OpobSums
 from ..gradients.pack_scores import Coefficients, PackScores, ScoreSwitch
@@ -213,7 +213,7 @@ class VcpoStep:
     # --- plan ---------------------------------------------------------------------------------
 
     def _plan(self, batch: Batch, version: int) -> StepPlan:
-        groups, config = batch_rows(batch), self._packing
+        groups, config = batch_samples(batch), self._packing
         self._objective = Objective(
             config.algorithm, groups, config.rollout.max_new_tokens, self.ess_state.previous_ratio
         )
@@ -232,7 +232,7 @@ class VcpoStep:
 
     def _cut_groups(self, packs: Sequence[Pack]) -> list[Pack]:
         """Packs that do not hold a whole group: its norms are not known inside one forward."""
-        return [pack for pack in packs if len(pack.rows) < self._group_size(pack)]
+        return [pack for pack in packs if len(pack.samples) < self._group_size(pack)]
 
     # --- passes over packs ----------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class VcpoStep:
         left = self._leaving.leaves(lambda: self._schedule(packs, self._forward_scoring, forward_only=True))
         ratios = torch.zeros(int(self._objective.facts.sampled_tokens.sum()) + 1, dtype=torch.float64)
         ratios[-1] = float(left)  # all ranks take part in the sum below, and learn it there
-        if self.parallel.speaks_for_trajectories:
+        if self.parallel.reports_trajectories:
             starts = self._objective.facts.sampled_tokens.cumsum(0) - self._objective.facts.sampled_tokens
             for row, values in self._terms.token_ratios.items():
                 ratios[int(starts[row]) : int(starts[row]) + len(values)] = values
@@ -314,7 +314,7 @@ class VcpoStep:
 
         def loss(logits: torch.Tensor) -> Loss:
             logprobs, entropy = self._terms.log_probs(pack, logits)
-            log_ratio = self._table.log_ratio[[row.index for row in pack.rows]]
+            log_ratio = self._table.log_ratio[[row.index for row in pack.samples]]
             v = self._objective.token_coefficients(pack, logprobs.detach(), log_ratio)
             terms = -v * logprobs + self._terms.regularizer(pack, logprobs, entropy)
             return as_loss(self._terms.normalized(pack, terms))
@@ -340,16 +340,16 @@ class VcpoStep:
         is_last_chunk = model is self.trainable.wrapped[-1]
         if not (is_last_chunk and self.parallel.is_last_stage):
             # the last chunk is the first whose backward needs l_i; the others find them in the table
-            arriving = self._messages.receive(pack) if is_last_chunk and pack.step_rows else None
+            arriving = self._messages.receive(pack) if is_last_chunk and pack.step_samples else None
             self._watch_backward(output, scores, arriving)
             return output, None
 
         def loss(logits: torch.Tensor) -> Loss:
             logprobs, _ = self._terms.log_probs(pack, logits)
             value = self._terms.normalized(pack, -self._objective.token_weights(pack, logprobs.detach()) * logprobs)
-            log_ratio = self._messages.of_step(pack, self._table.log_ratio[[row.index for row in pack.rows]])
+            log_ratio = self._messages.of_step(pack, self._table.log_ratio[[row.index for row in pack.samples]])
             self._table.log_ratio[pack.step_index] = log_ratio
-            if pack.step_rows:
+            if pack.step_samples:
                 self._messages.send(log_ratio)
             self._watch_backward(value, scores, None)
             return as_loss(value)
@@ -393,7 +393,7 @@ class VcpoStep:
 
         The same reduction says whether any rank holds a non-finite gradient, or has left the step.
         """
-        speaks = self.parallel.speaks_for_trajectories
+        speaks = self.parallel.reports_trajectories
         owned = self._table if speaks else RowTable(len(self._objective.facts.rewards))
         owned.record_rank(
             gradients_are_finite=self.trainable.gradients_are_finite(),

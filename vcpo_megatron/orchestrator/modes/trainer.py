@@ -1,7 +1,7 @@
 """What every kind of run does with a batch: have the learner take the step, record it, write its row, checkpoint.
 
 ``take``        consumes: a batch            produces: trained marks in the store, the step's result
-                waits for: StepDone          unblocked by: the learner, or its deadline; after a stop by StepLeft
+                waits for: StepDone          unblocked by: the learner, or its deadline; after a stop by StepAborted
 ``checkpoint``  waits for: CheckpointDone    unblocked by: the learner, or its deadline
 
 A step's trained marks are durable before a checkpoint that contains the step is asked for. The learner copies its

@@ -30,14 +30,14 @@ from ...transport.messages import (
     GroupOpened,
     Heartbeat,
     Hello,
-    LeaveStep,
+    AbortStep,
     Loaded,
     Message,
     Probe,
     ProbeResult,
     SendingFailed,
     StepDone,
-    StepLeft,
+    StepAborted,
     Stop,
     SyncDone,
     WeightsBucket,
@@ -114,7 +114,7 @@ class LearnerLink:
                 case Loaded() if not self._loaded.done():
                     self._loaded.set_result(message)
                 case _:
-                    kind = StepDone if isinstance(message, StepLeft) else type(message)
+                    kind = StepDone if isinstance(message, StepAborted) else type(message)
                     waiting = self._answers.pop(kind, None)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(message)
@@ -157,8 +157,8 @@ class LearnerLink:
 
     async def train(self, batch: Batch) -> StepResult | None:
         """Have the learner take one step; None when it was left. ControlError when it answers for another one."""
-        answer: StepDone | StepLeft = await self._ask(BatchReady(batch), StepDone)
-        if isinstance(answer, StepLeft):
+        answer: StepDone | StepAborted = await self._ask(BatchReady(batch), StepDone)
+        if isinstance(answer, StepAborted):
             return None
         result = answer.result
         self._owes_weights = self._needs_weights and self._weights < result.version
@@ -170,7 +170,7 @@ class LearnerLink:
 
     async def leave(self, step: int) -> None:
         """Ask the learner to leave ``step``, which ``train`` waits for."""
-        await self._socket.send(LeaveStep(step))
+        await self._socket.send(AbortStep(step))
 
     async def checkpoint(self, step: int, state: dict[str, Any]) -> Coroutine[Any, Any, float]:
         """Have the learner save checkpoint ``step`` with our ``state`` in its manifest. Returns when it is asked,
