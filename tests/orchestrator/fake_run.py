@@ -34,19 +34,19 @@ from vcpo_megatron.rollout.fleet.server import Server
 from vcpo_megatron.run.directory import Manifest, RunDirectory
 from vcpo_megatron.transport.control import ControlClient, ControlServer
 from vcpo_megatron.transport.messages import (
+    AbortStep,
     BatchReady,
     Checkpoint,
     CheckpointDone,
     Error,
     Heartbeat,
     Hello,
-    AbortStep,
     Loaded,
     Probe,
     ProbeResult,
     SendWeights,
-    StepDone,
     StepAborted,
+    StepDone,
     Stop,
     SyncDone,
     WeightsBucket,

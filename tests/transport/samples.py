@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vcpo_megatron.transport.messages import (
+    AbortStep,
     BatchReady,
     BucketTaken,
     Checkpoint,
@@ -17,7 +18,6 @@ from vcpo_megatron.transport.messages import (
     GroupOpened,
     Heartbeat,
     Hello,
-    AbortStep,
     Loaded,
     OpenGroup,
     Probe,
@@ -25,8 +25,8 @@ from vcpo_megatron.transport.messages import (
     ReleaseWeights,
     SendingFailed,
     SendWeights,
-    StepDone,
     StepAborted,
+    StepDone,
     Stop,
     StopSending,
     SyncDone,

@@ -26,6 +26,7 @@ from ..config.schema import RunConfig
 from ..transport.control import ControlClient
 from ..transport.frames import decode, encode
 from ..transport.messages import (
+    AbortStep,
     BatchReady,
     Checkpoint,
     CheckpointDone,
@@ -33,13 +34,12 @@ from ..transport.messages import (
     Error,
     Heartbeat,
     Hello,
-    AbortStep,
     Loaded,
     Message,
     Probe,
     ProbeResult,
-    StepDone,
     StepAborted,
+    StepDone,
     Stop,
 )
 from ..types import Batch, PolicyVersion
@@ -76,7 +76,7 @@ class Worker:
         initial = context.resume_step is None or config.algorithm.kl_reference == "initial"
         trainable = build_trainable(config, self._parallel, load=initial)
         self._trainable = trainable
-        self._step = VcpoStep(config, self._parallel, trainable, leave_asked=self._leave_asked)
+        self._step = VcpoStep(config, self._parallel, trainable, abort_requested=self._abort_requested)
         self._checkpoints = Checkpoints(config, context.directory, self._parallel, trainable)
         if context.resume_step is not None:
             self._step.ess_state = self._checkpoints.load(context.resume_step)
@@ -134,7 +134,7 @@ class Worker:
             self._now(f"exports the policy of step {self._version.number}")
             self._exports.write(self._version.number)
 
-    def _leave_asked(self) -> bool:
+    def _abort_requested(self) -> bool:
         """Rank 0, in the middle of a step: whether it is to be left. Other messages wait in the inbox."""
         assert self._control is not None
         while (message := self._control.receive(0.0)) is not None:

@@ -92,7 +92,9 @@ def test_ranks_that_share_experts_run_equal_numbers_of_steps() -> None:
     samples = samples_of(31, 11, 11, 6, 51)  # costs 30, 10, 10, 5, 50; 50 + 5 and 30 + 10 + 10
     steps = plan_steps(samples, 2, 40)
     assert [[[sample.index for sample in part] for part in step] for step in steps] == [[[3], [0, 1]], [[4], [2]]]
-    assert [[[sample.index for sample in part] for part in step] for step in plan_steps(samples_of(3), 2, 40)] == [[[0], []]]
+    assert [[[sample.index for sample in part] for part in step] for step in plan_steps(samples_of(3), 2, 40)] == [
+        [[0], []]
+    ]
 
 
 #: layout -> (data-parallel replicas, ranks that share experts, how packs are cut).
@@ -123,7 +125,9 @@ def test_log_normal_lengths_are_packed_and_divided_evenly(split: str, median: in
         total, seen, loads = 0, [], []
         for mine in assign_groups(costs, replicas):
             steps = [step for g in mine for step in plan_steps(groups[g], ranks, 4096)]
-            lengths = [[PackLayout.of([sample.cost for sample in part], share).total for part in step] for step in steps]
+            lengths = [
+                [PackLayout.of([sample.cost for sample in part], share).total for part in step] for step in steps
+            ]
             total += sum(map(sum, lengths))
             loads.append(sum(map(max, lengths)))
             seen += [id(sample) for step in steps for part in step for sample in part]

@@ -19,7 +19,8 @@ Q = [1.0, 2.0, 0.5, 1.0, 1.0, 0.125, 8.0]
 def scores_of(lengths: tuple[int, ...], padding: int = 0) -> tuple[PackScores, TokenShards]:
     n = len(lengths)
     ids = torch.repeat_interleave(torch.arange(n + 1), torch.tensor([*lengths, padding]))
-    scores = PackScores(SimpleNamespace(step_samples=range(n), samples=range(n), offset=0, tokens=ids), SimpleNamespace())
+    pack = SimpleNamespace(step_samples=range(n), samples=range(n), offset=0, tokens=ids)
+    scores = PackScores(pack, SimpleNamespace())
     scores.coefficients = Coefficients(torch.tensor(R[:n]).double(), torch.tensor(Q[:n]).double())
     return scores, TokenShards(TokenRows(ids, n, list(lengths)), None)
 

@@ -20,7 +20,7 @@ from ...types import Batch, Trajectory
 
 @dataclass(frozen=True)
 class Sample:
-    """One trajectory of the batch: ``index`` numbers it over the whole batch (0..N-1), ``group`` is its group's number."""
+    """One trajectory of the batch: ``index`` is its number in the batch (0..N-1), ``group`` that of its group."""
 
     index: int
     group: int
@@ -240,7 +240,9 @@ def make_pack(
         return torch.from_numpy(whole[layout.take]).to(device)
 
     def every(whole: np.ndarray) -> torch.Tensor:
-        order = [PackLayout.of(costs, dataclasses.replace(share, rank=rank), at_least).take for rank in range(share.size)]
+        order = [
+            PackLayout.of(costs, dataclasses.replace(share, rank=rank), at_least).take for rank in range(share.size)
+        ]
         return torch.from_numpy(whole[np.concatenate(order)]).to(device)
 
     trajectories = [sample.trajectory for sample in samples]

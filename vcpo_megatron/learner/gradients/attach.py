@@ -58,7 +58,9 @@ class Attached:
     per_sample: tuple[str, ...]
 
 
-def attach_chunks(chunks: Sequence[torch.nn.Module], switch: ScoreSwitch, parallel: Parallel, *, tied: bool) -> Attached:
+def attach_chunks(
+    chunks: Sequence[torch.nn.Module], switch: ScoreSwitch, parallel: Parallel, *, tied: bool
+) -> Attached:
     """``attach`` every chunk of a model."""
     attached = [attach(chunk, switch, parallel, prefix=f"{i}.", tied=tied) for i, chunk in enumerate(chunks)]
     parameters = {name: parameter for one in attached for name, parameter in one.parameters.items()}

@@ -171,9 +171,7 @@ class GroupNorms:
 class _Bounded(GroupNorms):
     """Groups in flight hold memory: at most ``limit`` of them; None: what hides the latency."""
 
-    def __init__(
-        self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, limit: int | None
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, limit: int | None) -> None:
         super().__init__(parameters, chunks, parallel)
         self._configured_limit = limit
         self._limit = 1
@@ -276,11 +274,9 @@ class OpobSums(_Bounded):
 
 
 class DeferredGradients(_Bounded):
-    """``deferred``: no sum at all. ``found`` gives the final coefficient of every sample, and the gradient is formed."""
+    """``deferred``: no sum at all. ``found`` gives the final coefficients of a group's samples."""
 
-    def __init__(
-        self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, limit: int | None
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, limit: int | None) -> None:
         super().__init__(parameters, chunks, parallel, limit)
         self._gradients = Deferred()
 

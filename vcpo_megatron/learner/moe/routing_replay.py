@@ -4,8 +4,8 @@ Which experts a token goes to is a hard choice: two implementations that differ 
 then, and then their log-probs differ by far more than rounding. Here the choice is the server's. Everything else is the
 learner's: the probabilities of the chosen experts come from its own logits, and gradients flow through them.
 
-Tokens without a record (the last one of a trajectory, padding) are routed by the learner itself. Experts are put in the order of the learner's own scores, as its top-k gives them: where both
-choose alike, nothing changes, bit for bit.
+Tokens without a record (the last one of a trajectory, padding) are routed by the learner itself. Experts are put in the
+order of the learner's own scores, as its top-k gives them: where both choose alike, nothing changes, bit for bit.
 """
 
 from __future__ import annotations

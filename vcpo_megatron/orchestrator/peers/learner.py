@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ...transport.messages import (
+    AbortStep,
     BatchReady,
     Checkpoint,
     CheckpointDone,
@@ -30,14 +31,13 @@ from ...transport.messages import (
     GroupOpened,
     Heartbeat,
     Hello,
-    AbortStep,
     Loaded,
     Message,
     Probe,
     ProbeResult,
     SendingFailed,
-    StepDone,
     StepAborted,
+    StepDone,
     Stop,
     SyncDone,
     WeightsBucket,
