@@ -27,7 +27,7 @@ class TokenTerms:
     log_ratio  float64 [T]  log pi_theta - log mu, 0 where masked
     mask       bool    [T]  True where the policy sampled the token
     segments   int     [T]  which trajectory; n for padding
-    statistic  the batch's number that the row asks for, nan where none
+    statistic  the batch's number that the method asks for, nan where none
     """
 
     log_ratio: Tensor
@@ -154,7 +154,7 @@ def asymmetric(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     return tokens.per_token(torch.where(advantage.to(weight) < 0, weight, 1.0) * advantage.to(weight))
 
 
-#: Surrogates of rows; "weighted" rows are formed from weights and have none.
+#: Surrogates by name; "weighted" methods are formed from weights and have none.
 SURROGATES: Mapping[str, Surrogate] = {
     "ppo_clip": ppo_clip,
     "decoupled_ppo": decoupled_ppo,

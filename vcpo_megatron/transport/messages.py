@@ -172,14 +172,14 @@ class StepDone:
 
 @dataclass(frozen=True)
 class AbortStep:
-    """Asks to leave ``step`` without its optimizer step. It may be done already: StepDone is then the answer."""
+    """Asks to abort ``step`` before its optimizer step. It may be done already: StepDone is then the answer."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class StepAborted:
-    """``step`` was left: parameters and optimizer are as before it."""
+    """``step`` was aborted: parameters and optimizer are as before it."""
 
     step: int
 

@@ -200,7 +200,7 @@ def split_into_packs(samples: Sequence[Sample], max_tokens: int) -> list[list[Sa
 def plan_steps(samples: Sequence[Sample], ranks: int, max_tokens: int) -> list[list[list[Sample]]]:
     """Micro-steps of one group that is divided among ``ranks``: samples of every rank in every step.
 
-    Ranks that share experts run equal numbers of micro-batches; a rank that has nothing left gets an empty one.
+    Ranks that share experts run equal numbers of micro-batches; a rank without samples gets an empty one.
     """
     shares = [[samples[i] for i in share] for share in assign_groups([sample.cost for sample in samples], ranks)]
     packs = [split_into_packs(share, max_tokens) for share in shares]

@@ -16,7 +16,7 @@ What is recorded belongs to one pack, so several packs may be in flight in a pip
 
 A parameter of any other layer takes the per-sample fallback: one trajectory a micro-batch. The gradient that autograd
 finds for it there is that trajectory's own; a hook takes it, records its norm, and hands it to ``weight_gradients``
-like any other, and autograd's way to the gradient buffer gets zeros. Exact where a rank sees the whole trajectory and
+like any other, and what autograd adds to the gradient buffer is zeros. Exact where a rank sees the whole trajectory and
 nothing of another one; any other layout is refused.
 """
 

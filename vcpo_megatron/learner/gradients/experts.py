@@ -43,7 +43,7 @@ class ExpertOwners:
 
 
 def attach_dispatcher(dispatcher: Any, switch: ScoreSwitch, owners: ExpertOwners) -> None:
-    """Make the dispatcher tell ``owners`` whose tokens it brings to which expert."""
+    """Make the dispatcher record in ``owners`` which trajectories' tokens it brings to which expert."""
     original = dispatcher.dispatch_preprocess
 
     def dispatch_preprocess(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Any:

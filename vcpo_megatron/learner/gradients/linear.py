@@ -81,7 +81,7 @@ def attach_linear(
     is_tied_output: bool,
     tokens: Callable[[PackScores], TokenShards],
 ) -> None:
-    """Column- or row-parallel; ``tokens`` says whose rows the layer sees in the call at hand."""
+    """Column- or row-parallel; ``tokens`` gives the trajectories of the rows of the call at hand."""
     original = module._forward_impl
 
     def forward(

@@ -58,7 +58,7 @@ class TokenRows:
 
 
 class TokenShards:
-    """Rows that this rank holds, and those of all ranks of ``group`` (None: of this rank alone)."""
+    """Rows that this rank holds, and those of all ranks of ``group`` (None: of this rank only)."""
 
     def __init__(self, local: TokenRows, group: dist.ProcessGroup | None, whole: TokenRows | None = None) -> None:
         self.local = local
@@ -161,7 +161,7 @@ class PackScores:
     kept                 functions of the final coefficients [n] that finish the gradient, where it is deferred
     owned                float64 [n]: squared norms of which this rank alone holds its share
     tied                 rows of the output layer's gradient that the embedding's will meet, where they are one
-    sends                messages under way to other stages, with what they hold
+    sends                messages in flight to other stages, with what they hold
     """
 
     pack: Pack

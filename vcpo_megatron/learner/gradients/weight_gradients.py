@@ -1,7 +1,7 @@
 """What becomes of one layer's weight gradients, trajectory by trajectory: three exact modes.
 
 With G_i, A_i the output gradients and inputs of trajectory i's tokens, W_i = G_i^T A_i is its share of the
-weight gradient. Its squared norm is found in one of two ways, whichever costs less:
+weight gradient. Its squared norm is found by the cheaper of two methods:
 
     explicit   form W_i and square it           2 T d_in d_out FLOPs
     Gram       <A_i A_i^T, G_i G_i^T>           T^2 (d_in + d_out) FLOPs, by the lower triangle
@@ -71,7 +71,8 @@ class Accumulator(dict[str, Tensor]):
 
 
 class WeightGradients(Protocol):
-    """One of the three modes. ``tokens`` says whose rows a layer sees; squared norms go to ``scores.owned``."""
+    """One of the three modes. ``tokens`` gives the trajectories of a layer's rows; squared norms go to
+    ``scores.owned``."""
 
     def matrix(
         self, scores: PackScores, tokens: TokenShards, name: str, weight: Parameter, inputs: Tensor, grads: Tensor

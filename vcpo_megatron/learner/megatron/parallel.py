@@ -2,16 +2,17 @@
 
 Ranks that work on the same trajectories, or on the same experts at the same time, form a replica:
 
-    replica     TP x CP x PP x spread ranks; a group's trajectories live on one replica
-    spread      data-parallel ranks of one replica; 1 without expert parallelism. Experts hold tokens of
-                all of them, so all of them work on the same group in the same micro-step.
+    replica      TP x CP x PP x expert-data ranks; a group's trajectories live on one replica
+    expert-data  data-parallel ranks of one replica; 1 without expert parallelism. Experts hold tokens of
+                 all of them, so all of them work on the same group in the same micro-step.
+                 (Not Megatron's expert-data-parallel group, whose ranks hold the same experts.)
 
     command     gloo, all ranks: commands and batches from rank 0, agreed numbers (CPU tensors)
     statistics  the replica's ranks: squared gradient norms of a group are summed here
-    replica     gloo, the same ranks: whether a step is left between two micro-batches
+    replica     gloo, the same ranks: whether a step is aborted between two micro-batches
     pipeline    (copies of it) from the last stage to each earlier one: l_i, before that pack's backward; and
                 rows of the output layer's gradient to the first stage where it is tied to the embedding
-    spread      l_i of one micro-step
+    expert-data  l_i of one micro-step
     expert_split  ranks of the replica that hold the same experts and different tokens
 """
 

@@ -1,6 +1,6 @@
 """Aborting a step before its end: when, and how all ranks come to agree on it.
 
-Rank 0 is told that the step is to be aborted and writes it into the rendezvous store, which the first rank of every
+Rank 0 receives the request and writes it into the rendezvous store, which the first rank of every
 replica looks into before each micro-batch. What it sees travels in one small reduction over its replica, so the ranks
 of a replica stop before the same micro-batch, with no collective open between them. Replicas need not stop at the same
 one: that one of them has stopped is part of what the step's last reduction agrees on, and then no rank takes the
@@ -84,7 +84,7 @@ class AbortCheck:
         return looking
 
     def _sees(self) -> bool:
-        """This rank's own knowledge; only the replica's first rank looks, and rank 0 tells the others."""
+        """This rank's own knowledge; only the replica's first rank looks, and rank 0 writes what the others read."""
         if self._seen or not self._parallel.is_first_of_replica or time.monotonic() - self._looked < LOOK_S:
             return self._seen
         self._looked = time.monotonic()

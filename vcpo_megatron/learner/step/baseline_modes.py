@@ -1,4 +1,4 @@
-"""How a group's baseline b_g meets its gradient: one class a mode, chosen in ``baseline_mode`` alone.
+"""How a group's baseline b_g meets its gradient: one class a mode, chosen in ``baseline_mode`` only.
 
     plain       b_g is known from rewards: coefficients are known in the forward and multiply the loss
     proxy       plain, with |g_i| estimated from logits in a forward: not exact
@@ -125,7 +125,7 @@ class _ExactMode(ABC):
 
 
 class TwoPassMode(_ExactMode):
-    """A backward for the norms alone, then a plain one."""
+    """A backward for the norms, then a plain one."""
 
     def find_baselines(self, state: BatchState, plan: StepPlan) -> None:
         self._backward.run(state, plan.trained, partial(self._set_baselines, state), [])

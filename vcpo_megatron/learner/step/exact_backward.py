@@ -19,12 +19,12 @@ from ..megatron.schedule import ForwardStep, Loss, as_loss
 from .batch_state import BatchState
 from .passes import Passes
 
-#: l_i that are under way from the last stage, and the tensor that they come in.
+#: A message of l_i from the last stage, and the tensor that receives it.
 Arriving = tuple[dist.Work | None, torch.Tensor]
 
 
 class ExactBackward:
-    """``groups`` is told of every pack's backward; ``switch`` is what layers that were attached look at."""
+    """``groups`` follows every pack's backward; attached layers read ``switch``."""
 
     def __init__(self, passes: Passes, switch: ScoreSwitch, groups: GroupNorms) -> None:
         self._passes = passes

@@ -15,7 +15,7 @@ from ..megatron.parallel import Parallel
 
 
 class LogRatioExchange:
-    """The messages of one rank; ``finish_step`` waits until what was sent has left."""
+    """The messages of one rank; ``finish_step`` waits until all sends are complete."""
 
     def __init__(self, parallel: Parallel, device: torch.device) -> None:
         self._parallel = parallel
@@ -58,7 +58,7 @@ class LogRatioExchange:
         return dist.irecv(log_ratio, last, group=self._parallel.log_ratio_group), log_ratio
 
     def keep(self, work: dist.Work | None, message: torch.Tensor) -> None:
-        """Hold a message until it has left."""
+        """Hold a message until its send is complete."""
         assert work is not None
         self._sends.append((work, message))
 

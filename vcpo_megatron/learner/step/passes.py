@@ -107,7 +107,7 @@ class Passes:
             run_schedule(self.trainable.wrapped, packs, forward, tokens=length, forward_only=forward_only)
 
     def output(self, pack: Pack, model: torch.nn.Module) -> torch.Tensor:
-        """This stage's output; layers that need to know of the pack are told."""
+        """This stage's output for a pack, which is the current one of every pack context."""
         forward = partial(forward_tokens, model, pack.tokens, pack.positions, pack.layout)
         for watch in (self._replay, self._balance):
             if watch is not None:

@@ -13,22 +13,30 @@ from .batch_state import BatchState
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What became of a step: weights w_i float64 [N], and its numbers. ``seconds`` are those until the last backward's
-    end."""
+    """What became of a step.
 
-    weights: torch.Tensor
+    ess_scale      factor on the learning rate
+    learning_rate  the one in effect; total_norm  the gradient's norm before clipping; nan where the step was skipped
+    skipped        "" or the reason
+    seconds        from the plan to the end of the last backward
+    """
+
     ess_ratio: float
-    ess_ratio_truncated: float
     ess_scale: float
     learning_rate: float
     total_norm: float
-    skipped: bool
+    skipped: str
     seconds: float
 
 
-def step_metrics(state: BatchState, outcome: StepOutcome, *, linear: bool) -> dict[str, float]:
-    """The learner's share of a line of ``metrics.jsonl``. ``linear``: the gradient is linear in the advantage."""
-    advantage = (state.rewards - state.baseline) * state.inverse_std * outcome.weights
+def step_metrics(
+    state: BatchState, outcome: StepOutcome, weights: torch.Tensor, *, ess_ratio_truncated: float, linear: bool
+) -> dict[str, float]:
+    """The learner's share of a line of ``metrics.jsonl``.
+
+    weights  float64 [N]  w_i; linear: the method's gradient is linear in the advantage
+    """
+    advantage = (state.rewards - state.baseline) * state.inverse_std * weights
     # a method that is not linear in the advantage has it in its token coefficients already, zeros included
     factor = torch.where(state.has_variance, advantage, 0.0) if linear else torch.ones_like(advantage)
     norms = state.grad_norm[~state.grad_norm.isnan()]
@@ -37,10 +45,10 @@ def step_metrics(state: BatchState, outcome: StepOutcome, *, linear: bool) -> di
         "loss": -float((factor * state.token_coefficients * state.logprob_sum).sum()),
         "reward/mean": float(state.rewards.mean()),
         "ess/ratio": outcome.ess_ratio,
-        "ess/ratio_truncated": outcome.ess_ratio_truncated,
+        "ess/ratio_truncated": ess_ratio_truncated,
         "ess/lr_scale": outcome.ess_scale,
         "lr/effective": outcome.learning_rate,
-        "weight/max": float(outcome.weights.max()),
+        "weight/max": float(weights.max()),
         "grad_norm/total": outcome.total_norm,
         "grad_norm/trajectory_mean": float(norms.mean()) if len(norms) else math.nan,
         "grad_norm/trajectory_max": float(norms.max()) if len(norms) else math.nan,
@@ -53,7 +61,7 @@ def step_metrics(state: BatchState, outcome: StepOutcome, *, linear: bool) -> di
         "tokens/trained": float(tokens),
         "tokens/padded": state.ranks.padded_tokens,
         "time/forward_backward": outcome.seconds,
-        "step/skipped": float(outcome.skipped),
+        "step/skipped": float(bool(outcome.skipped)),
         **_mismatch(state),
     }
 

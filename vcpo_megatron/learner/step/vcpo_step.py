@@ -85,16 +85,10 @@ class VcpoStep:
         if state.aborted:
             return None
         ratio = self._ess_ratio(state, self.config.algorithm.ess_weights)
-        scale = self.ess_state.scale(ratio, self.config.algorithm)
+        scale = self.ess_state.scale(ratio, self.config.algorithm)  # min(1, ratio / base)^p
         skipped = "" if math.isfinite(ratio) and state.finite else "non-finite step"
         rate, norm = (math.nan, math.nan) if skipped else self._optimizer_step(ratio, scale)
-        weights, truncated = (
-            self._passes.objective.sequence_weights(state.log_ratio),
-            self._ess_ratio(state, "truncated"),
-        )
-        outcome = StepOutcome(weights, ratio, truncated, scale, rate, norm, bool(skipped), seconds)
-        metrics = step_metrics(state, outcome, linear=self._passes.objective.method.linear) | self._passes.metrics
-        return StepResult(batch.step, version, skipped, metrics, trajectory_results(state, weights, batch))
+        return self._result(batch, version, state, StepOutcome(ratio, scale, rate, norm, skipped, seconds))
 
     def _plan(self, batch: Batch, version: int) -> tuple[BatchState, StepPlan]:
         """What is known before the step, and this rank's packs; ``version`` is that of the policy before the step."""
@@ -104,8 +98,7 @@ class VcpoStep:
         return state, plan
 
     def _score(self, state: BatchState, plan: StepPlan) -> None:
-        """What the gradient's forward needs first, and l_i of zero-variance groups: they have no gradient, but count in
-        ESS."""
+        """What the gradient needs first, and l_i of zero-variance groups: they have no gradient, but count in ESS."""
         # numbers of the whole batch come first, before a replica may abort without the others
         has_statistic = bool(self._passes.objective.method.statistic)
         if has_statistic:
@@ -132,3 +125,10 @@ class VcpoStep:
         norm = self.trainable.optimizer_step(rate)
         self.ess_state.record(ratio)
         return rate, norm
+
+    def _result(self, batch: Batch, version: PolicyVersion, state: BatchState, outcome: StepOutcome) -> StepResult:
+        objective, truncated = self._passes.objective, self._ess_ratio(state, "truncated")
+        weights = objective.sequence_weights(state.log_ratio)
+        metrics = step_metrics(state, outcome, weights, ess_ratio_truncated=truncated, linear=objective.method.linear)
+        trajectories = trajectory_results(state, weights, batch)
+        return StepResult(batch.step, version, outcome.skipped, metrics | self._passes.metrics, trajectories)

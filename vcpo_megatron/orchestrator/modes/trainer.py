@@ -114,7 +114,7 @@ class Trainer:
         expected = started + self._last_step_s - time.monotonic()
         if may_go_on() and expected < self._stop.left_for_the_step():
             await asyncio.sleep(self._stop.left_for_the_step())
-        await self._link.leave(step)
+        await self._link.abort(step)
 
     async def record(self, batch: Batch, result: StepResult, *, wait_s: float, sync: Mapping[str, float]) -> None:
         """Write the row of the step that was taken last, with what ``sync`` measured; RunError when it was one skipped

@@ -156,7 +156,7 @@ class LearnerLink:
         return (await self._ask(Probe(tokens), ProbeResult)).logprobs
 
     async def train(self, batch: Batch) -> StepResult | None:
-        """Have the learner take one step; None when it was left. ControlError when it answers for another one."""
+        """Have the learner take one step; None when it was aborted. ControlError when it answers for another one."""
         answer: StepDone | StepAborted = await self._ask(BatchReady(batch), StepDone)
         if isinstance(answer, StepAborted):
             return None
@@ -168,8 +168,8 @@ class LearnerLink:
             )
         return result
 
-    async def leave(self, step: int) -> None:
-        """Ask the learner to leave ``step``, which ``train`` waits for."""
+    async def abort(self, step: int) -> None:
+        """Ask the learner to abort ``step``, which ``train`` waits for."""
         await self._socket.send(AbortStep(step))
 
     async def checkpoint(self, step: int, state: dict[str, Any]) -> Coroutine[Any, Any, float]:
