@@ -71,18 +71,14 @@ def ppo_clip(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     return torch.where(_clip_open(ratio, a, bounds) > 0, ratio * a, 0.0)
 
 
-def decoupled_ppo(
-    tokens: TokenTerms, advantage: Tensor, bounds: Bounds, proximal_log_ratio: Tensor | None = None
-) -> Tensor:
+def decoupled_ppo(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     """min(pi_prox/mu, c) times PPO's clip around pi_prox (arXiv 2110.00641; AReaL, arXiv 2505.24298).
 
-    proximal_log_ratio  float64 [T]  log pi_theta - log pi_prox; None: 0, since the proximal policy is the
-                        one at the start of the step and a batch is used for one update
+    pi_prox is the policy at the start of the step, and a batch is used for one update: pi_theta / pi_prox is 1.
     """
-    prox = torch.zeros_like(tokens.log_ratio) if proximal_log_ratio is None else proximal_log_ratio
-    a, ratio = tokens.per_token(advantage), prox.exp()
-    weight = truncated_weights(tokens.log_ratio - prox, bounds.threshold)
-    return torch.where(_clip_open(ratio, a, bounds) > 0, weight * ratio * a, 0.0)
+    a = tokens.per_token(advantage)
+    weight = truncated_weights(tokens.log_ratio, bounds.threshold)
+    return torch.where(_clip_open(torch.ones_like(weight), a, bounds) > 0, weight * a, 0.0)
 
 
 def gspo(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:

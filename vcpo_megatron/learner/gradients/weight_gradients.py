@@ -103,13 +103,14 @@ def crossover(d_in: int, d_out: int) -> int:
     return d_in * d_out // (d_in + d_out)
 
 
-def accumulate_limit(d_in: int, d_out: int, *, shared: bool = False) -> int:
+def accumulate_limit(d_in: int, d_out: int, pass_flops: int, *, shared: bool = False) -> int:
     """Longest trajectory whose norm is taken by Gram matrices while sums are accumulated.
 
-    An explicit W_i costs three passes over its elements. Against it stand a second product over the tokens, for
-    S_g, or, where trajectories share rewards (``shared``), the T^2 (d_in + d_out) FLOPs of the Gram product alone.
+    An explicit W_i costs three passes over its elements, of ``pass_flops`` each. Against it stand a second product over
+    the tokens, for S_g, or, where trajectories share rewards (``shared``), the T^2 (d_in + d_out) FLOPs of the Gram
+    product only.
     """
-    passes, edge = 3 * constants(gpu=platform.has_gpu())[0], crossover(d_in, d_out)
+    passes, edge = 3 * pass_flops, crossover(d_in, d_out)
     return min(edge, math.isqrt(passes * edge) if shared else passes // 2)
 
 
@@ -263,7 +264,9 @@ class Accumulate:
         classes = scores.coefficients.by_ratio
         shared = classes is not None and 2 * len(classes) <= scores.n
         # where W_i must be reduced over ranks, its size against that of the rows decides
-        limit = crossover(d_in, d_out) if tokens.group else accumulate_limit(d_in, d_out, shared=shared)
+        limit = crossover(d_in, d_out)
+        if tokens.group is None:
+            limit = accumulate_limit(d_in, d_out, constants(gpu=platform.has_gpu())[0], shared=shared)
         short, long = _split(tokens, limit)
         if short:
             add_gram_norms(scores, tokens, limit, inputs, grads)

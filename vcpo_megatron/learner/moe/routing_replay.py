@@ -31,7 +31,7 @@ class RoutingReplay:
         self._parallel = parallel
         self._device = device
         #: int64 [T, routers of this rank, k], or None.
-        self.experts: PackContext[Tensor] = PackContext()
+        self.experts = PackContext()
         for place, router in enumerate(routers):
             router.router_replay = _LayerReplay(self, place)
 

@@ -30,8 +30,6 @@ from .exact_backward import ExactBackward
 from .passes import Passes
 from .plan import StepPlan, pack_tokens
 
-_ACCUMULATOR_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 class BaselineMode(Protocol):
     """Both methods are called in this order, on all ranks of a replica alike; ReplicaAborted ends either."""
@@ -157,8 +155,7 @@ class AccumulateMode(_OneBackwardMode):
 
     def _make_groups(self, parameters: Mapping[str, Parameter]) -> GroupNorms:
         passes, algorithm = self._passes, self._passes.config.algorithm
-        dtype = _ACCUMULATOR_DTYPES[algorithm.opob_accumulator_dtype]
-        chunks = len(passes.trainable.chunks)
+        dtype, chunks = getattr(torch, algorithm.opob_accumulator_dtype), len(passes.trainable.chunks)
         return OpobSums(parameters, chunks, passes.parallel, algorithm.opob_accumulators, dtype)
 
     def _finish(self, state: BatchState, group: int, index: Sequence[int], norms: Tensor) -> Tensor:
