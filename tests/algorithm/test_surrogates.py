@@ -52,11 +52,10 @@ def test_ppo_clip() -> None:
 
 
 def test_decoupled_ppo() -> None:
-    """mu to prox 10 (truncated at 8), prox to theta 1.3: closed for A > 0, 8 * 1.3 * A for A < 0."""
+    """The weight to the behaviour is truncated at 8; the proximal ratio is 1, which bounds below it close for A > 0."""
     t = tokens([[13.0], [13.0], [2.0]])
-    prox = torch.tensor([1.3, 1.3, 1.0], dtype=torch.float64).log()
-    close(decoupled_ppo(t, advantages(1, -1, 1), CLIP, prox), 0.0, -10.4, 2.0)
     close(decoupled_ppo(t, advantages(1, -1, 1), CLIP), 8.0, -8.0, 2.0)
+    close(decoupled_ppo(t, advantages(1, -1, 1), Bounds(8.0, 0.8, 0.9)), 0.0, -8.0, 0.0)
 
 
 def test_gspo() -> None:
