@@ -15,7 +15,7 @@ from vcpo_megatron.learner.gradients.weight_gradients import accumulate_limit, c
 
 @dataclass(frozen=True)
 class Machine:
-    """What a device sustains; the last three as ``learner.weight_gradients.constants``."""
+    """What a device sustains; the last three as ``weight_gradients.constants``."""
 
     flops: float
     bytes_per_s: float
