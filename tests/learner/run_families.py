@@ -42,7 +42,7 @@ def logits_each(cases: list[tuple[RunConfig, str | None]]) -> list[dict[str, Any
 
 def _logits(chunks: Any, prompt: torch.Tensor, parallel: Any, size: int) -> torch.Tensor:
     """float32 [T, V] on every rank, padding cut off."""
-    from vcpo_megatron.learner.batch.packing import Layout
+    from vcpo_megatron.learner.batch.packing import PackLayout
     from vcpo_megatron.learner.megatron.schedule import as_loss, forward_tokens, run_schedule
 
     found: list[torch.Tensor] = []
@@ -54,7 +54,7 @@ def _logits(chunks: Any, prompt: torch.Tensor, parallel: Any, size: int) -> torc
         return as_loss(output.new_zeros(()))
 
     def forward(_: None, stage: Any):  # noqa: ANN202
-        layout = Layout.of([len(prompt)], parallel.share)
+        layout = PackLayout.of([len(prompt)], parallel.share)
         return forward_tokens(stage, prompt, torch.arange(len(prompt)), layout), collect
 
     with torch.no_grad():

@@ -340,7 +340,7 @@ def leave_and_take_again(cases: list[tuple[RunConfig, int]], batches: list[Batch
                 return looks == at
 
             trainable = build_trainable(config, parallel, load=True)
-            step = VcpoStep(config, parallel, trainable, leave_asked=asked if leaves else None)
+            step = VcpoStep(config, parallel, trainable, abort_requested=asked if leaves else None)
             gatherer = WeightGatherer(trainable, parallel)
             looks = -10_000  # not in the first step
             step.run(batches[0], PolicyVersion(2 * number + leaves, 1))

@@ -34,19 +34,19 @@ from vcpo_megatron.rollout.fleet.server import Server
 from vcpo_megatron.run.directory import Manifest, RunDirectory
 from vcpo_megatron.transport.control import ControlClient, ControlServer
 from vcpo_megatron.transport.messages import (
+    AbortStep,
     BatchReady,
     Checkpoint,
     CheckpointDone,
     Error,
     Heartbeat,
     Hello,
-    LeaveStep,
     Loaded,
     Probe,
     ProbeResult,
     SendWeights,
+    StepAborted,
     StepDone,
-    StepLeft,
     Stop,
     SyncDone,
     WeightsBucket,
@@ -401,7 +401,7 @@ class FakeLearner(threading.Thread):
         client.send(Heartbeat("learner", f"step {batch.step}"))
         if self._leaves(client, batch.step):
             self.left.append(batch.step)
-            client.send(StepLeft(batch.step))
+            client.send(StepAborted(batch.step))
             return
         assert batch.step == self.version.number, (batch.step, self.version)
         self.batches.append(batch)
@@ -423,7 +423,7 @@ class FakeLearner(threading.Thread):
         asked = False
         while not asked and (left := end - time.monotonic()) > 0:
             message = client.receive(left)
-            if isinstance(message, LeaveStep):
+            if isinstance(message, AbortStep):
                 assert message.step == step
                 asked = self.may_leave
             elif message is not None:

@@ -15,7 +15,7 @@ from vcpo_megatron.learner.gradients.weight_gradients import accumulate_limit, c
 
 @dataclass(frozen=True)
 class Machine:
-    """What a device sustains; the last three as ``learner.gradients.weight_gradients.constants``."""
+    """What a device sustains; the last three as ``weight_gradients.constants``."""
 
     flops: float
     bytes_per_s: float
@@ -80,10 +80,10 @@ def extra_flops(mode: str, tokens: int, d_in: int, d_out: int, machine: Machine)
     """Beyond a plain step, for one trajectory in one linear layer."""
     product = 2 * tokens * d_in * d_out
     if mode == "accumulate":
-        short = tokens <= accumulate_limit(d_in, d_out, pass_flops=machine.pass_flops)
+        short = tokens <= accumulate_limit(d_in, d_out, machine.pass_flops)
         return gram_flops(tokens, d_in, d_out, machine) + product if short else 0
     if mode == "accumulate_shared":
-        short = tokens <= accumulate_limit(d_in, d_out, shared=True, pass_flops=machine.pass_flops)
+        short = tokens <= accumulate_limit(d_in, d_out, machine.pass_flops, shared=True)
         return gram_flops(tokens, d_in, d_out, machine) if short else 0
     short = tokens <= crossover(d_in, d_out)
     if mode == "deferred":
@@ -99,13 +99,9 @@ def extra_traffic(mode: str, tokens: int, d_in: int, d_out: int, machine: Machin
     """Bytes of memory traffic beyond a plain step from weight-shaped tensors, for one trajectory in one layer."""
     size = d_in * d_out
     if mode == "accumulate":  # write W, read it for the norm, add it twice (read W, read and write the target)
-        return size * 4 * (2 + 3 + 3) if tokens > accumulate_limit(d_in, d_out, pass_flops=machine.pass_flops) else 0
+        return size * 4 * (2 + 3 + 3) if tokens > accumulate_limit(d_in, d_out, machine.pass_flops) else 0
     if mode == "accumulate_shared":  # short ones: two additions a reward, not a trajectory; left out
-        return (
-            size * 4 * (2 + 3 + 3)
-            if tokens > accumulate_limit(d_in, d_out, shared=True, pass_flops=machine.pass_flops)
-            else 0
-        )
+        return size * 4 * (2 + 3 + 3) if tokens > accumulate_limit(d_in, d_out, machine.pass_flops, shared=True) else 0
     if mode == "deferred":
         return size * 4 * (2 + 3) if tokens > crossover(d_in, d_out) else 0
     if mode == "two_pass":

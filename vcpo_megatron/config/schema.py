@@ -350,8 +350,8 @@ class RunConfig(Section):
         return self.launch.learner_ranks // (self.parallel.tensor * self.parallel.pipeline * self.parallel.context)
 
     @property
-    def spread(self) -> int:
-        """Data-parallel replicas that share experts, so that a group's trajectories are spread over them."""
+    def expert_data_size(self) -> int:
+        """Data-parallel replicas that share experts, so that a prompt group's trajectories are divided among them."""
         if self.parallel.expert == 1:
             return 1
         dense = self.parallel.tensor * self.parallel.context

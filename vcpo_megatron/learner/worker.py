@@ -1,4 +1,4 @@
-"""A learner rank: waits for commands, all ranks alike, until it is told to stop.
+"""A learner rank: serves commands, all ranks alike, until Stop.
 
     orchestrator <--control socket--> rank 0 --broadcast of every message--> all ranks
 
@@ -26,6 +26,7 @@ from ..config.schema import RunConfig
 from ..transport.control import ControlClient
 from ..transport.frames import decode, encode
 from ..transport.messages import (
+    AbortStep,
     BatchReady,
     Checkpoint,
     CheckpointDone,
@@ -33,13 +34,12 @@ from ..transport.messages import (
     Error,
     Heartbeat,
     Hello,
-    LeaveStep,
     Loaded,
     Message,
     Probe,
     ProbeResult,
+    StepAborted,
     StepDone,
-    StepLeft,
     Stop,
 )
 from ..types import Batch, PolicyVersion
@@ -70,13 +70,13 @@ class Worker:
             method = f"{config.algorithm.method}, opob_mode {config.algorithm.opob_mode}"
             print(f"{self._parallel.layout}; {method}; Adam: {platform.kernels().adam}'s", flush=True)
         self._version = PolicyVersion(context.attempt, context.resume_step or 0)
-        self._say(Hello(context.token, self._version, self._parallel.world_size))
-        self._now("builds the model")
+        self._send(Hello(context.token, self._version, self._parallel.world_size))
+        self._set_doing("builds the model")
         # a resumed run reads the initial weights only where they are the reference of the KL term
         initial = context.resume_step is None or config.algorithm.kl_reference == "initial"
         trainable = build_trainable(config, self._parallel, load=initial)
         self._trainable = trainable
-        self._step = VcpoStep(config, self._parallel, trainable, leave_asked=self._leave_asked)
+        self._step = VcpoStep(config, self._parallel, trainable, abort_requested=self._abort_requested)
         self._checkpoints = Checkpoints(config, context.directory, self._parallel, trainable)
         if context.resume_step is not None:
             self._step.ess_state = self._checkpoints.load(context.resume_step)
@@ -89,32 +89,32 @@ class Worker:
         )
         self._stall_s = 0.0  # seconds that the last version's copy took
         self._inbox: deque[Message] = deque()
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
 
     def run(self) -> None:
         """Serve until Stop."""
-        self._say(Loaded(self._version))
+        self._send(Loaded(self._version))
         self._publish_weights()
         while True:
-            self._now(f"idle at version {self._version}, waits for a batch")
+            self._set_doing(f"idle at version {self._version}, waits for a batch")
             if self._sender is not None:
                 self._sender.check()
             self._look_after_checkpoint()
             match self._next_command():
                 case BatchReady(batch):
-                    self._now(f"trains step {batch.step}")
+                    self._set_doing(f"trains step {batch.step}")
                     self._train(batch)
                 case Checkpoint(step, state):
-                    self._now(f"copies its state for checkpoint {step}")
+                    self._set_doing(f"copies its state for checkpoint {step}")
                     self._look_after_checkpoint(wait=True)
                     self._checkpoints.start(step, self._version, self._step.ess_state, state)
                 case Probe(tokens):
                     logprobs = score_tokens(self._trainable, self._parallel, tokens)
-                    self._say(ProbeResult(logprobs))
+                    self._send(ProbeResult(logprobs))
                 case Stop():
                     self._look_after_checkpoint(wait=True)
                     return
-                case Heartbeat() | LeaveStep():  # to leave a step that is done
+                case Heartbeat() | AbortStep():  # the abort of a step that is done
                     pass
                 case Error(_, message):
                     raise ControlError(f"{ENDED_BY_ORCHESTRATOR}{message}")
@@ -124,37 +124,37 @@ class Worker:
     def _train(self, batch: Batch) -> None:
         result = self._step.run(batch, PolicyVersion(self._version.attempt, self._version.number + 1))
         if result is None:
-            return self._say(StepLeft(batch.step))
+            return self._send(StepAborted(batch.step))
         self._version = result.version
         if self._sender is not None:  # of the version that this step started from: its own is copied after StepDone
             result = replace(result, metrics={**result.metrics, "time/sync_stall": self._stall_s})
-        self._say(StepDone(result))
+        self._send(StepDone(result))
         self._publish_weights()
         if self._exports.is_due(self._version.number):
-            self._now(f"exports the policy of step {self._version.number}")
+            self._set_doing(f"exports the policy of step {self._version.number}")
             self._exports.write(self._version.number)
 
-    def _leave_asked(self) -> bool:
-        """Rank 0, in the middle of a step: whether it is to be left. Other messages wait in the inbox."""
+    def _abort_requested(self) -> bool:
+        """Rank 0, during a step: whether it is to be aborted. Other messages wait in the inbox."""
         assert self._control is not None
         while (message := self._control.receive(0.0)) is not None:
-            self._heard = time.monotonic()
+            self._last_message = time.monotonic()
             self._inbox.append(message)
-        asked = [message for message in self._inbox if isinstance(message, LeaveStep)]
+        asked = [message for message in self._inbox if isinstance(message, AbortStep)]
         return any(message.step == self._version.number for message in asked)
 
     def _look_after_checkpoint(self, *, wait: bool = False) -> None:
         """Complete the checkpoint that is being written when every rank has written its part."""
         if self._checkpoints.busy and (done := self._checkpoints.finished(wait=wait)) is not None:
-            self._say(CheckpointDone(*done))
+            self._send(CheckpointDone(*done))
 
     # --- control ------------------------------------------------------------------------------
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         if self._control is not None:
             self._control.send(message)
 
-    def _now(self, doing: str) -> None:
+    def _set_doing(self, doing: str) -> None:
         """What the next Heartbeat says."""
         if self._control is not None:
             self._control.doing = doing
@@ -174,9 +174,9 @@ class Worker:
             return self._inbox.popleft()
         idle_s = SAVING_S if self._checkpoints.busy else IDLE_S
         if (message := self._control.receive(idle_s)) is not None:
-            self._heard = time.monotonic()
+            self._last_message = time.monotonic()
             return message
-        if time.monotonic() - self._heard > self._config.launch.timeout_s:
+        if time.monotonic() - self._last_message > self._config.launch.timeout_s:
             raise ControlError(
                 f"the orchestrator was silent for {self._config.launch.timeout_s:g} s (launch.timeout_s); see its log"
             )
@@ -185,7 +185,7 @@ class Worker:
     def _publish_weights(self) -> None:
         """Copy this version's weights; the sender does the rest."""
         if self._sender is not None:
-            self._now(f"copies the weights of version {self._version}")
+            self._set_doing(f"copies the weights of version {self._version}")
             started = time.monotonic()
             self._sender.publish(self._version)
             self._stall_s = time.monotonic() - started
@@ -193,7 +193,7 @@ class Worker:
     def report_failure(self, error: BaseException) -> None:
         """Tell the orchestrator why this rank ends."""
         self._sender = None  # its thread, which may wait for other ranks, ends with the process
-        self._say(Error(f"learner rank {self._parallel.rank}", f"{type(error).__name__}: {error}"))
+        self._send(Error(f"learner rank {self._parallel.rank}", f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:
         if self._sender is not None:

@@ -10,8 +10,8 @@ orchestrator (ROUTER, asyncio)                    learner rank 0 (DEALER, blocki
                                         "tensor", each as <-- WeightsBucket --> BucketTaken
     --> StopSending, ReleaseWeights     <-- SendingFailed
     --> Probe        <-- ProbeResult
-    --> BatchReady   <-- StepDone, or StepLeft
-    --> LeaveStep    asks for StepLeft; StepDone comes all the same when the step is too far
+    --> BatchReady   <-- StepDone, or StepAborted
+    --> AbortStep    asks for StepAborted; StepDone comes all the same when the step is too far
     --> Checkpoint   <-- CheckpointDone
     --> Stop         the learner ends with exit code 0
     <-> Error        the run ends; <-> Heartbeat
@@ -171,15 +171,15 @@ class StepDone:
 
 
 @dataclass(frozen=True)
-class LeaveStep:
-    """Asks to leave ``step`` without its optimizer step. It may be done already: StepDone is then the answer."""
+class AbortStep:
+    """Asks to abort ``step`` before its optimizer step. It may be done already: StepDone is then the answer."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class StepLeft:
-    """``step`` was left: parameters and optimizer are as before it."""
+class StepAborted:
+    """``step`` was aborted: parameters and optimizer are as before it."""
 
     step: int
 
@@ -228,8 +228,8 @@ Message = (
     | ProbeResult
     | BatchReady
     | StepDone
-    | LeaveStep
-    | StepLeft
+    | AbortStep
+    | StepAborted
     | Checkpoint
     | CheckpointDone
     | Stop

@@ -1,4 +1,4 @@
-"""A step that is left in its middle is as if it had never begun, on all ranks and in every layout."""
+"""An aborted step is as if it had never begun, on all ranks and in every layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..world import run_world
 
 DISTRIBUTED = {"optimizer": {"distributed": True, "overlap_grad_reduce": True}}
 LATE = 10_000
-#: name -> (model, parallel sections, other sections, look at which it is asked for, whether it is left then).
+#: name -> (model, parallel sections, other sections, look at which it is requested, whether the step is aborted then).
 #: The first look comes before the first pass (groups without variance), the next one before that pass's micro-batch.
 CASES = {
     "tp2 before a micro-batch": ("qwen2", {"tensor": 2}, {}, 6, True),
@@ -44,19 +44,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.timeout(400)
-def test_a_step_that_was_left_changes_nothing(models: dict[str, Path]) -> None:
+def test_an_aborted_step_changes_nothing(models: dict[str, Path]) -> None:
     cases, batches = [], [make_batch(models["qwen2"], step) for step in (0, 1)]
     for family, parallel, sections, look, _ in CASES.values():
         cases.append((make_config(models[family], 2, parallel=parallel, **sections), look))
     outcomes = run_world(
         2, "learner.run_layouts:leave_and_take_again", {"cases": cases, "batches": batches}, timeout_s=350, alone=True
     )
-    for (name, (*_, leaves)), outcome in zip(CASES.items(), outcomes, strict=True):
-        assert outcome["left"] is leaves, name
-        assert (outcome["moved"] == 0.0) is leaves, name
+    for (name, (*_, aborts)), outcome in zip(CASES.items(), outcomes, strict=True):
+        assert outcome["left"] is aborts, name
+        assert (outcome["moved"] == 0.0) is aborts, name
         whole, again = outcome["whole"], outcome["again"]
         for key, parameter in whole["parameters"].items():
             assert torch.equal(parameter, again["parameters"][key]), (name, key)
-        if leaves:
+        if aborts:
             timeless = {k: repr(v) for k, v in whole["metrics"].items() if not k.startswith("time/")}  # nan is nan
             assert timeless == {k: repr(again["metrics"][k]) for k in timeless}, name

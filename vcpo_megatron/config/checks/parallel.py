@@ -16,8 +16,8 @@ def parallel_problems(config: RunConfig) -> Iterator[str]:
     if ranks % replica:
         fits = max(1, ranks // replica) * replica
         yield f"launch.learner_ranks = {ranks}: not a multiple of {sizes}; {fits} would be"
-    elif (replicas := config.data_parallel // config.spread) > config.train.groups_per_step:
-        shared = f" / {config.spread} that share experts" if config.spread > 1 else ""
+    elif (replicas := config.data_parallel // config.expert_data_size) > config.train.groups_per_step:
+        shared = f" / {config.expert_data_size} that share experts" if config.expert_data_size > 1 else ""
         yield (
             f"train.groups_per_step = {config.train.groups_per_step}: fewer than the {replicas} "
             f"data-parallel replicas ({ranks} ranks / {sizes}{shared}), some would have nothing to train on; "

@@ -6,7 +6,8 @@
                                           transformer_engine  its fused kernels, over packs as "thd" with boundaries
                              norms        ours in every case
 
-TransformerEngine's linear layers are of a kind that ``score_gradients`` does not know, so ``score_alone`` takes them.
+TransformerEngine's linear layers are of a kind that ``gradients.attach`` does not know: the per-sample fallback serves
+them.
 Its attention has no parameters: any choice of it leaves packs as they are.
 """
 

@@ -1,7 +1,7 @@
 """What every kind of run does with a batch: have the learner take the step, record it, write its row, checkpoint.
 
 ``take``        consumes: a batch            produces: trained marks in the store, the step's result
-                waits for: StepDone          unblocked by: the learner, or its deadline; after a stop by StepLeft
+                waits for: StepDone          unblocked by: the learner, or its deadline; after a stop by StepAborted
 ``checkpoint``  waits for: CheckpointDone    unblocked by: the learner, or its deadline
 
 A step's trained marks are durable before a checkpoint that contains the step is asked for. The learner copies its
@@ -114,7 +114,7 @@ class Trainer:
         expected = started + self._last_step_s - time.monotonic()
         if may_go_on() and expected < self._stop.left_for_the_step():
             await asyncio.sleep(self._stop.left_for_the_step())
-        await self._link.leave(step)
+        await self._link.abort(step)
 
     async def record(self, batch: Batch, result: StepResult, *, wait_s: float, sync: Mapping[str, float]) -> None:
         """Write the row of the step that was taken last, with what ``sync`` measured; RunError when it was one skipped

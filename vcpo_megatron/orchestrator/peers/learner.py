@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ...transport.messages import (
+    AbortStep,
     BatchReady,
     Checkpoint,
     CheckpointDone,
@@ -30,14 +31,13 @@ from ...transport.messages import (
     GroupOpened,
     Heartbeat,
     Hello,
-    LeaveStep,
     Loaded,
     Message,
     Probe,
     ProbeResult,
     SendingFailed,
+    StepAborted,
     StepDone,
-    StepLeft,
     Stop,
     SyncDone,
     WeightsBucket,
@@ -114,7 +114,7 @@ class LearnerLink:
                 case Loaded() if not self._loaded.done():
                     self._loaded.set_result(message)
                 case _:
-                    kind = StepDone if isinstance(message, StepLeft) else type(message)
+                    kind = StepDone if isinstance(message, StepAborted) else type(message)
                     waiting = self._answers.pop(kind, None)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(message)
@@ -156,9 +156,9 @@ class LearnerLink:
         return (await self._ask(Probe(tokens), ProbeResult)).logprobs
 
     async def train(self, batch: Batch) -> StepResult | None:
-        """Have the learner take one step; None when it was left. ControlError when it answers for another one."""
-        answer: StepDone | StepLeft = await self._ask(BatchReady(batch), StepDone)
-        if isinstance(answer, StepLeft):
+        """Have the learner take one step; None when it was aborted. ControlError when it answers for another one."""
+        answer: StepDone | StepAborted = await self._ask(BatchReady(batch), StepDone)
+        if isinstance(answer, StepAborted):
             return None
         result = answer.result
         self._owes_weights = self._needs_weights and self._weights < result.version
@@ -168,9 +168,9 @@ class LearnerLink:
             )
         return result
 
-    async def leave(self, step: int) -> None:
-        """Ask the learner to leave ``step``, which ``train`` waits for."""
-        await self._socket.send(LeaveStep(step))
+    async def abort(self, step: int) -> None:
+        """Ask the learner to abort ``step``, which ``train`` waits for."""
+        await self._socket.send(AbortStep(step))
 
     async def checkpoint(self, step: int, state: dict[str, Any]) -> Coroutine[Any, Any, float]:
         """Have the learner save checkpoint ``step`` with our ``state`` in its manifest. Returns when it is asked,
