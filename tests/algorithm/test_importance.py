@@ -137,3 +137,12 @@ def test_nan_log_ratio_stays_nan():
 def test_threshold_must_be_positive(threshold):
     with pytest.raises(ValueError, match="is_threshold"):
         truncated_weights(torch.zeros(1), threshold)
+
+
+def test_the_mask_comes_before_exp_and_log_ratios_are_never_weights_in_between() -> None:
+    """exp would overflow or vanish, 0 times what a masked row holds is nan, and a sampled token's nan must be seen."""
+    policy = torch.tensor([-1.0, -2000.0, float("nan"), float("nan"), float("inf"), -torch.inf])
+    behavior = torch.tensor([-2001.0, -1.0, -1.0, -1.0, 0.0, 0.0])
+    mask = torch.tensor([True, True, True, False, False, False])
+    found = token_log_ratios(policy, behavior, mask).tolist()
+    assert found[:2] == [2000.0, -1999.0] and found[2] != found[2] and found[3:] == [0.0, 0.0, 0.0]

@@ -242,20 +242,22 @@ def with_foreign_norms(cases: list[tuple[RunConfig, list[Batch]]], refused: list
     from vcpo_megatron.learner.megatron.training import build_trainable
     from vcpo_megatron.learner.step.vcpo_step import VcpoStep
 
-    layer_specs.RMSNorm = ForeignNorm
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        outcomes = one_step_each(cases)
-    messages = []
-    for config in refused:
-        parallel = initialize(config)
-        trainable = build_trainable(config, parallel, load=True)
-        try:
-            VcpoStep(config, parallel, trainable)
-            messages.append("")
-        except UnsupportedLayer as error:
-            messages.append(str(error))
-        leave_layout()
+    said, messages = io.StringIO(), []
+    known, layer_specs.RMSNorm = layer_specs.RMSNorm, ForeignNorm
+    try:
+        with contextlib.redirect_stdout(said):
+            outcomes = one_step_each(cases)
+        for config in refused:
+            parallel = initialize(config)
+            trainable = build_trainable(config, parallel, load=True)
+            try:
+                VcpoStep(config, parallel, trainable)
+                messages.append("")
+            except UnsupportedLayer as error:
+                messages.append(str(error))
+            leave_layout()
+    finally:
+        layer_specs.RMSNorm = known  # the world takes further jobs
     return {"outcomes": outcomes, "said": said.getvalue(), "refusals": messages}
 
 

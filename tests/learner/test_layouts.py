@@ -111,9 +111,13 @@ LAYOUTS: dict[str, Case] = {
 }
 
 
-#: One of each kind of parallelism, and of what is most its own beside it; the other rows are slow.
+#: One of each kind of parallelism and of layer, and of what is most its own beside it; the other rows are slow.
 DEFAULT = (
     "single",
+    "single qk-norm",
+    "shared experts",
+    "windowed",
+    "latent",
     "tp2",
     "tp2 sp tied",
     "pp2",
@@ -123,6 +127,7 @@ DEFAULT = (
     "cp2",
     "moe ep2",
     "moe tp2 sp etp2",
+    "moe cp2",
 )
 
 
@@ -254,35 +259,40 @@ def test_replicas_and_batches_without_a_gradient(models: dict[tuple[str, bool], 
             assert float((parameter.double() - oracle.parameters[key]).abs().max()) < 1e-5, key
 
 
-FOREIGN = [
-    Case(2),
-    Case(2, family="qwen3", tied=True, sections=DEFERRED),
-    Case(2, sections=TWO_PASS),
-    Case(2, sections=FULL),
-    Case(2, {"pipeline": 2}),
-    Case(2, {"pipeline": 2, "virtual_pipeline": 2}, sections=DEFERRED),
-]
+FOREIGN = {
+    "dp2": Case(2),
+    "dp2 tied qk-norm deferred": Case(2, family="qwen3", tied=True, sections=DEFERRED),
+    "dp2 two-pass": Case(2, sections=TWO_PASS),
+    "dp2 full recompute": Case(2, sections=FULL),
+    "pp2": Case(2, {"pipeline": 2}),
+    "pp2 vpp2 deferred": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, sections=DEFERRED),
+}
 FOREIGN_REFUSED = [({"tensor": 2}, "parallel.tensor = 2"), ({"context": 2}, "parallel.context = 2")]
+WITH_FOREIGN_NORMS = "learner.run_layouts:with_foreign_norms"
 
 
-@pytest.mark.timeout(600)
-def test_a_layer_of_an_unknown_kind_takes_one_trajectory_a_micro_batch(tmp_path: Path) -> None:
-    """Norms of a class that the learner does not know: the same step, said in the log; where it cannot be, refused."""
-    folders = {(c.family, c.tied): tmp_path / f"{c.family}{c.tied}" for c in FOREIGN}
-    models = {kind: make_model_folder(folder, kind[0], tied=kind[1]) for kind, folder in folders.items()}
-    cases = [
-        (
-            make_config(models[c.family, c.tied], 2, parallel=c.parallel, **c.sections),
-            [make_batch(models[c.family, c.tied])],
-        )
-        for c in FOREIGN
-    ]
-    refused = [make_config(next(iter(models.values())), 2, parallel=p) for p, _ in FOREIGN_REFUSED]
-    arguments = {"cases": cases, "refused": refused}
-    found = run_world(2, "learner.run_layouts:with_foreign_norms", arguments, timeout_s=400, alone=True)
-    assert found["said"].count("packing: one trajectory a micro-batch, since the gradients of 0.decoder.") == len(cases)
-    for case, (config, (batch,)), outcome in zip(FOREIGN, cases, found["outcomes"], strict=True):
-        assert_equals_the_oracle(outcome, oracle_step(models[case.family, case.tied], batch, config))
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", matrix(FOREIGN, ("dp2", "pp2 vpp2 deferred")))
+def test_a_layer_of_an_unknown_kind_takes_one_trajectory_a_micro_batch(
+    name: str,
+    models: dict[tuple[str, bool], Path],
+    batches: dict[tuple[str, bool], Batch],
+    oracles: dict[tuple[str, bool], Oracle],
+) -> None:
+    """Norms of a class that the learner does not know: the same step, said in the log."""
+    case = FOREIGN[name]
+    kind = (case.family, case.tied)
+    config = make_config(models[kind], 2, parallel=case.parallel, **case.sections)
+    found = run_world(2, WITH_FOREIGN_NORMS, {"cases": [(config, [batches[kind]])], "refused": []})
+    assert found["said"].count("packing: one trajectory a micro-batch, since the gradients of 0.decoder.") == 1
+    (outcome,) = found["outcomes"]
+    assert_equals_the_oracle(outcome, oracles[kind])
+
+
+@pytest.mark.timeout(300)
+def test_where_it_cannot_be_so_it_is_refused(models: dict[tuple[str, bool], Path]) -> None:
+    refused = [make_config(models["qwen2", False], 2, parallel=parallel) for parallel, _ in FOREIGN_REFUSED]
+    found = run_world(2, WITH_FOREIGN_NORMS, {"cases": [], "refused": refused})
     for (_, reason), message in zip(FOREIGN_REFUSED, found["refusals"], strict=True):
         assert message.startswith("no exact per-trajectory gradient for 0.decoder.") and reason in message
 
