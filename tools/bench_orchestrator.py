@@ -22,7 +22,7 @@ from benchmarks import orchestrator  # noqa: E402
 from benchmarks.ending import run_tool  # noqa: E402
 
 from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
-from vcpo_megatron.rollout.client.open_files import allow_connections  # noqa: E402
+from vcpo_megatron.rollout.client.http import allow_connections  # noqa: E402
 
 SHORT, LONG = 32, 512
 

@@ -49,7 +49,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class WeightsReady:
-    """All tensors of ``version`` under Hugging Face names can be had by ``way``, one of ``rollout.sync``.
+    """All tensors of ``version`` under Hugging Face names can be had by ``transport``, one of ``rollout.sync``.
 
     plan       "tensor", "distributed": buckets in the order in which they will be sent, each a list of
                [name, dtype, shape]
@@ -59,7 +59,7 @@ class WeightsReady:
     """
 
     version: PolicyVersion
-    way: str
+    transport: str
     plan: list[Any] = field(default_factory=list)
     path: str = ""
     checksums: dict[str, Any] = field(default_factory=dict)
@@ -99,12 +99,12 @@ class SendWeights:
 
 @dataclass(frozen=True)
 class WeightsBucket:
-    """Bucket ``number``, counted from 0, of what SendWeights ``name`` asked for. ``text`` is opaque: what SGLang's
+    """Bucket ``number``, counted from 0, of what SendWeights ``name`` asked for. ``data`` is opaque: what SGLang's
     ``update_weights_from_tensor`` takes as one element of ``serialized_named_tensors`` (base64), forwarded unread."""
 
     name: str
     number: int
-    text: bytes
+    data: bytes
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.learner.run_weights import Control
 from vcpo_megatron.config.process import ProcessContext
 from vcpo_megatron.config.schema import RunConfig
-from vcpo_megatron.learner.weights.sender import WeightSender
+from vcpo_megatron.learner.weights.snapshots import Snapshots
 from vcpo_megatron.transport.messages import (
     BucketTaken,
     ReleaseWeights,
@@ -29,8 +30,7 @@ from vcpo_megatron.transport.messages import (
     WeightsSent,
 )
 from vcpo_megatron.types import PolicyVersion
-
-from ..run_weights import Control
+from vcpo_megatron.weight_sync.learner import WeightSender
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -64,13 +64,11 @@ def sending(
         "launch": {"timeout_s": timeout_s},
         "rollout": {"sync": "tensor", "bucket_bytes": 4, "sync_timeout_s": sync_timeout_s},
     }
-    control, gatherer, alone = Control(), Gatherer(), SimpleNamespace(world_size=1, rank=0)
+    control, gatherer, one_rank = Control(), Gatherer(), SimpleNamespace(world_size=1, rank=0)
     sender = WeightSender(
         RunConfig.model_validate(values),
         ProcessContext(tmp_path, 1, None, "token", "tcp://none", ()),
-        alone,
-        None,
-        gatherer,
+        Snapshots(gatherer, one_rank, None),  # type: ignore[arg-type]
         control,  # type: ignore[arg-type]
     )
     try:
@@ -124,7 +122,7 @@ def test_what_is_asked_for_after_a_failure_begins_anew(tmp_path: Path) -> None:
         for number, name in enumerate(NAMES):
             bucket = control.next(WeightsBucket)
             assert (bucket.name, bucket.number) == ("t-2", number)
-            ((found, tensor),) = pickle.loads(base64.b64decode(bucket.text))
+            ((found, tensor),) = pickle.loads(base64.b64decode(bucket.data))
             assert (found, tensor.tolist()) == (name, [1.0])
             control.post_to_sender(BucketTaken("t-2", number))
         assert control.next(WeightsSent) == WeightsSent("t-2", version(1), {})
