@@ -57,8 +57,17 @@ AREAS = (
     Area(
         "weight-sync",
         40,
-        ("vcpo_megatron/weight_sync/update.py", "vcpo_megatron/orchestrator/peers/weight_sync.py"),
-        ("tests/orchestrator/peers/test_weight_sync.py", "tests/weight_sync/test_couriers.py"),
+        (
+            "vcpo_megatron/weight_sync/orchestrator.py",
+            "vcpo_megatron/weight_sync/wave.py",
+            "vcpo_megatron/orchestrator/peers/weight_sync.py",
+        ),
+        (
+            "tests/orchestrator/peers/test_weight_sync.py",
+            "tests/weight_sync/test_orchestrator.py",
+            "tests/weight_sync/*/test_orchestrator.py",
+            "tests/weight_sync/test_verification.py",
+        ),
     ),
 )
 
