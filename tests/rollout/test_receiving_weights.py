@@ -16,6 +16,7 @@ import torch
 
 from vcpo_megatron.rollout.client.http import ServerClient, ServerError
 from vcpo_megatron.weight_sync.distributed.broadcaster import Broadcaster
+from vcpo_megatron.weight_sync.wire import dtype_name
 
 pytestmark = pytest.mark.timeout(400)  # longer than the sender and a server may take to start
 
@@ -47,7 +48,7 @@ async def join(client: ServerClient, sender: Broadcaster) -> str:
 
 
 def entries(tensors: list[tuple[str, Any]]) -> list[list[Any]]:
-    return [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors]
+    return [[name, dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors]
 
 
 def fill(sender: Broadcaster, group: str, number: int, tensors: list[tuple[str, Any]]) -> None:

@@ -4,7 +4,7 @@ orchestrator (ROUTER, asyncio)                    learner rank 0 (DEALER, blocki
     <-- Hello        once, with the run's token
     <-- Loaded       once, when its parameters are those of that version
     <-- WeightsReady after the start and after every step
-    --> SyncDone     it was heard; what lies on the disk need not be kept in memory any more
+    --> SyncDone     it was received; what lies on the disk need not be kept in memory any more
     --> OpenGroup    <-- GroupOpened    rollout.sync = "distributed": servers and sender meet at an address
     --> SendWeights  <-- WeightsSent    all buckets of a version, in the order of its plan: broadcast, or, with
                                         "tensor", each as <-- WeightsBucket --> BucketTaken

@@ -95,3 +95,8 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in kinds:
         raise ValueError(f"dtype {name!r}: expected one of {', '.join(kinds)}")
     return kinds[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Inverse of ``torch_dtype``."""
+    return str(dtype).removeprefix("torch.")

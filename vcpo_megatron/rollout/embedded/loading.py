@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...models.families import model_shape
 from ...models.folder import read_json, weight_problems
 from ...models.shape import SIZES, ShapeError
 from ...run.errors import ConfigError
-from ...weight_sync.wire import torch_dtype
 from .errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(folder: Path, dtype: str) -> Any:
@@ -29,7 +32,7 @@ def load_model(folder: Path, dtype: str) -> Any:
     _check_weights(folder, config)
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch_dtype(dtype), local_files_only=True, output_loading_info=True
+            folder, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # fault boundary: transformers raises many types for a folder that it cannot read
         reason = str(error).strip().splitlines()
