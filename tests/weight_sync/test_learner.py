@@ -21,6 +21,7 @@ from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.learner.weights.snapshots import Snapshots
 from vcpo_megatron.transport.messages import (
     BucketTaken,
+    OpenGroup,
     ReleaseWeights,
     SendingFailed,
     SendWeights,
@@ -144,3 +145,10 @@ def test_a_run_that_ends_does_not_wait_for_a_bucket_on_its_way(tmp_path: Path) -
         started = time.monotonic()
         sender.close()
         assert not sender._thread.is_alive() and time.monotonic() - started < 5.0
+
+
+def test_what_a_transport_does_not_have_is_answered_as_a_failure(tmp_path: Path) -> None:
+    with sending(tmp_path, timeout_s=5.0, sync_timeout_s=5.0) as (_, control, _):
+        control.post_to_sender(OpenGroup("g-1", 2))
+        failed = control.next(SendingFailed)
+        assert failed.name == "g-1" and "this transport has none" in failed.reason
