@@ -92,7 +92,7 @@ def ask(sender: WeightSender, control: Control, name: str) -> None:
 
 
 def test_training_waits_for_room_as_long_as_the_update_of_a_server_may_take(tmp_path: Path) -> None:
-    """A server hangs in a bucket: the versions that come meanwhile cannot be told of, nor given back."""
+    """A server hangs in a bucket: the versions that come meanwhile cannot be offered, nor given back."""
     with sending(tmp_path, timeout_s=0.2, sync_timeout_s=30.0) as (sender, control, _):
         ask(sender, control, "t-1")
         control.next(WeightsBucket)

@@ -65,7 +65,7 @@ def test_a_server_that_dies_in_a_bucket_comes_back_alone_and_current(harness: An
 
 
 def test_the_failure_of_what_was_given_up_is_not_that_of_what_is_asked_for_now() -> None:
-    """A server refuses just when the sender fails: its word of that comes when the next request is on its way."""
+    """A server refuses just when the sender fails: what it says of that comes when the next request is on its way."""
 
     async def by_tensor(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: TensorLearner) -> None:
         await refused_once(sync, clients, tensor(0))

@@ -214,12 +214,12 @@ def test_the_ranks_of_joined_servers_follow_one_another_in_the_group() -> None:
         for client, ranks in zip(clients, (1, 4, 2), strict=True):
             client.info = ServerInfo(ranks=ranks)
         opened: list[int] = []
-        told, sender.members["g-1"] = sender.send, set()
+        original, sender.members["g-1"] = sender.send, set()
 
         async def send(message: Any) -> None:
             if isinstance(message, OpenGroup):
                 opened.append(message.world_size)
-            await told(message)
+            await original(message)
 
         groups = DistributedTransport(send, prefix="g", timeout_s=2.0)
         sender.answer = groups.on_message

@@ -40,7 +40,7 @@ def test_a_wave_shares_the_buckets_and_no_third_one_is_made() -> None:
             sync.offer(tensor(number))
             await sync.all_loaded(number)
         await fleet.changes.until(lambda: ("release 1.1" in sender.log) or None, 5)
-        assert [told for told in sender.log if "send" in told] == ["send 1.0", "send 1.1", "send 1.2"]
+        assert [entry for entry in sender.log if "send" in entry] == ["send 1.0", "send 1.1", "send 1.2"]
         assert "stop" not in sender.log and "release 1.2" not in sender.log
         assert sender.most == 2
         for client in clients:
@@ -77,7 +77,7 @@ def test_the_one_server_that_is_late_is_replaced_and_the_other_is_updated_at_onc
         await fleet.changes.until(lambda: clients[1].events.count("start") == 2 or None, 20)
         clients[1].pause = pause
         await sync.all_loaded(1)
-        assert [told for told in sender.log[4:] if told != "release 1.0"] == ["stop", "send 1.1", "send 1.1"]
+        assert [entry for entry in sender.log[4:] if entry != "release 1.0"] == ["stop", "send 1.1", "send 1.1"]
         assert [client.events.count("start") for client in clients] == [2, 2]
 
     run_tensor(work, timeout_s=1.5, max_restarts=1)
@@ -87,13 +87,13 @@ def test_a_sender_that_fails_and_then_is_silent_ends_the_run_and_no_server_is_bl
     """It might be replaced, and is not: it did nothing wrong."""
 
     async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: TensorLearner) -> None:
-        async def told(message: Any) -> None:
+        async def send(message: Any) -> None:
             sender.log.append(type(message).__name__)
             if isinstance(message, SendWeights) and sender.log.count("SendWeights") == 1:
                 sender.answer(SendingFailed(message.name, "took no bucket"))
             assert all(client.events.count("start") == 1 for client in clients)
 
-        sender.send = told  # type: ignore[method-assign]
+        sender.send = send  # type: ignore[method-assign]
         sync.offer(tensor(0))
         await asyncio.sleep(10)
 
