@@ -1,14 +1,18 @@
 # make demo   install into .venv and train the CPU example
-# make test   install what the tests need too, and run them
+# make test   install what the tests need too, and run the default suite (within 8 minutes on 2 cores)
+# make test-slow, test-all   the tests that the default suite leaves out, or every test (pyproject.toml says which are slow)
 # make test-smollm   fetch a real pretrained model (93 MB) and run the tests that need it
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 EXAMPLE ?= examples/modular_sum_cpu/run.toml
+# Worlds of ranks and servers keep to one worker each, so that more than two help little.
+WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 PIP_INSTALL = $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
 SMOLLM = examples/arithmetic_smollm/model
 
-.PHONY: demo venv test test-smollm lint clean
+.PHONY: demo venv test test-slow test-all test-smollm lint clean
 
 # Hiding the GPUs keeps the CPU example on CPUs wherever it is run.
 demo: venv
@@ -17,10 +21,16 @@ demo: venv
 venv: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.installed-test
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-test
+	$(PYTEST) -m "" $(PYTEST_ARGS)
 
 test-smollm: $(VENV)/.installed-test $(SMOLLM)
-	OMP_NUM_THREADS=1 VCPO_SMOLLM2=$(abspath $(SMOLLM)) $(VENV)/bin/python -m pytest tests/learner/test_smollm.py
+	OMP_NUM_THREADS=1 VCPO_SMOLLM2=$(abspath $(SMOLLM)) $(VENV)/bin/python -m pytest -m slow tests/learner/test_smollm.py
 
 $(SMOLLM): | $(VENV)/.installed
 	$(PIP_INSTALL) gguf

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import resource
 import signal
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -78,6 +80,43 @@ def process_state() -> Iterator[None]:
     ]
     _restore(before, environment)
     pytest.fail("this test, or a fixture of it, left the process changed:\n" + "\n".join(changed), pytrace=False)
+
+
+#: How a file of tests says that it uses a world of ranks, and a rollout server.
+_WORLDS = re.compile(r"\brun_world\b")
+_SERVERS = re.compile(r"\b(start_server|start_sglang|under_fire|use: Callable|engine: Engine)\b")
+
+
+@functools.cache
+def _group(path: Path) -> str:
+    """Which tests stay together on one worker of pytest-xdist: those of a file, since fixtures of a module are made
+    once; all worlds and whole runs, and all servers: so no two of a kind contend for the cores."""
+    text = path.read_text(encoding="utf-8")
+    if _WORLDS.search(text) or path.parent.name == "end_to_end":
+        return "worlds"
+    return "servers" if _SERVERS.search(text) else str(path)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadgroup`` by these groups. The marker ``xdist_group`` has no effect in pytest 9.2 (pytest-xdist 3.8
+    writes groups into a field of the node that is not there any more), and would have to be repeated in every file."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(config.rootpath / nodeid.partition("::")[0])
+
+    return Groups(config, log)
+
+
+def pytest_sessionfinish() -> None:
+    """Worlds that tests left up end here."""
+    for name in ("tests.learner.world", "learner.world"):
+        if name in sys.modules:
+            sys.modules[name].close_worlds()
 
 
 TINY_CONFIG: dict[str, Any] = {

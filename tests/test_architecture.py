@@ -213,7 +213,7 @@ import importlib, sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"torch", "megatron", "transformers"}:
+        if name.split(".")[0] in {"torch", "megatron", "transformers", "tensorflow", "pyarrow"}:
             raise ImportError(f"{name} is blocked in this test")
 
 sys.meta_path.insert(0, Blocked())

@@ -8,22 +8,18 @@ python tools/bench_convert.py --json --folder /scratch
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import convert  # noqa: E402
-from benchmarks.ending import run_tool  # noqa: E402
+from benchmarks import convert
+from benchmarks.tool import failed, run_tool, tool_parser
 
-from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
-from vcpo_megatron.conversion.errors import ConversionError  # noqa: E402
+from vcpo_megatron.conversion.errors import ConversionError
 
 _FULL = {
     "vocab_size": 64000,
@@ -42,14 +38,10 @@ _QUICK = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools/bench_convert.py"
-    )
+    parser = tool_parser("bench_convert", __doc__, quick="a small model and one round: ends within a minute")
     parser.add_argument("--folder", type=Path, help="where to write (four times the model); default: a temporary one")
     parser.add_argument("--tensor", type=int, default=2, help="tensor-parallel size of the import (default: 2)")
     parser.add_argument("--rounds", type=int, help="turns of each action (default: 3, quick: 1)")
-    parser.add_argument("--quick", action="store_true", help="a small model and one round: ends within a minute")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     config = convert.llama_config(**(_QUICK if options.quick else _FULL))
     rounds = options.rounds or (1 if options.quick else 3)
@@ -58,13 +50,11 @@ def main() -> int:
         need = 4 * (160 * 10**6 if options.quick else 2 * 10**9)
         if (free := shutil.disk_usage(root).free) < need:
             reason = f"{root} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} are needed; give another with --folder"
-            print(ERROR_PREFIX + reason, file=sys.stderr)
-            return 1
+            return failed(reason)
         try:
             measured = convert.compare(root, config, rounds, options.tensor)
         except ConversionError as error:
-            print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
-            return 1
+            return failed(error)
     projections = convert.project(config, measured)
     if options.json:
         head = {"benchmark": "convert", "rounds": rounds, "tensor": options.tensor, "bytes": measured[0].bytes}

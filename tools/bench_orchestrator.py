@@ -11,34 +11,23 @@ they are measured for a quarter of them as well, and ``growth`` is the ratio.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import orchestrator
+from benchmarks.tool import failed, run_tool, tool_parser
 
-from benchmarks import orchestrator  # noqa: E402
-from benchmarks.ending import run_tool  # noqa: E402
-
-from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
-from vcpo_megatron.rollout.client.http import allow_connections  # noqa: E402
+from vcpo_megatron.rollout.client.http import allow_connections
 
 SHORT, LONG = 32, 512
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools/bench_orchestrator.py"
-    )
+    parser = tool_parser("bench_orchestrator", __doc__, quick="fewer trajectories: ends within a minute")
     parser.add_argument("--trajectories", type=int, help="in flight together (default: 10,000, quick: 1,000)")
-    parser.add_argument("--quick", action="store_true", help="fewer trajectories: ends within a minute")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     count = options.trajectories or (1000 if options.quick else 10_000)
     if (problem := allow_connections(count)) is not None:  # the processes that are started inherit what it allows
-        print(f"{ERROR_PREFIX}{problem}", file=sys.stderr)
-        return 1
+        return failed(problem)
     cases = [(count // 4, SHORT), (count, SHORT), (count, LONG)]
     fewer, short, long = (orchestrator.measure_apart(max(8, n // 8 * 8), tokens) for n, tokens in cases)
     token_s, growth = orchestrator.per_token(short, long), short.seconds_each / fewer.seconds_each

@@ -11,20 +11,15 @@ says (1 unless set). Requests have mixed prompt and answer lengths; 1, 16 and 64
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import rollout  # noqa: E402
-from benchmarks.ending import run_tool  # noqa: E402
-
-from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
+from benchmarks import rollout
+from benchmarks.tool import failed, run_tool, tool_parser
 
 #: concurrency -> requests of one run; (full, quick).
 REQUESTS = {1: (8, 3), 16: (96, 32), 64: (384, 128)}
@@ -78,20 +73,15 @@ def run(model: Path | None, quick: bool, rounds: int) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools/bench_rollout.py"
-    )
+    parser = tool_parser("bench_rollout", __doc__, quick="fewer requests and 2 rounds: ends within a minute")
     parser.add_argument("--model", type=Path, help="Hugging Face folder; default: a random Qwen2 in a temporary one")
-    parser.add_argument("--quick", action="store_true", help="fewer requests and 2 rounds: ends within a minute")
     parser.add_argument("--rounds", type=int, help="turns of each side (default: 3, quick: 2)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     rounds = options.rounds or (2 if options.quick else 3)
     try:
         result = run(options.model, options.quick, rounds)
     except rollout.BenchmarkError as error:
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
-        return 1
+        return failed(error)
     comparisons = result.pop("comparisons")
     if options.json:
         print(json.dumps({**result, "results": [comparison.as_dict() for comparison in comparisons]}))

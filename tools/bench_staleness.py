@@ -11,18 +11,12 @@ Runs alternate, so that a machine that grows slower is slower for both. Nothing 
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import attacks, soak, staleness  # noqa: E402
-from benchmarks.ending import run_tool  # noqa: E402
-
-from vcpo_megatron.config.process import ERROR_PREFIX  # noqa: E402
+from benchmarks import soak, staleness
+from benchmarks.tool import EXAMPLE, failed, progress, run_tool, tool_parser
 
 SETTINGS = (
     "train.steps=1000000",
@@ -35,16 +29,12 @@ SETTINGS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools/bench_staleness.py"
-    )
+    parser = tool_parser("bench_staleness", __doc__, quick="one short run of each: ends within a minute")
     parser.add_argument("--seconds", type=float, help="of training, each run (default: 120, quick: 8)")
     parser.add_argument("--seeds", type=int, help="runs of each kind (default: 2, quick: 1)")
-    parser.add_argument("--quick", action="store_true", help="one short run of each: ends within a minute")
-    example = {"type": Path, "default": attacks.EXAMPLE, "metavar": "RUN.toml"}
+    example = {"type": Path, "default": EXAMPLE, "metavar": "RUN.toml"}
     parser.add_argument("--config", **example, help="default: the shipped example")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=v", dest="settings", help="override a key")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     seconds = options.seconds or (8.0 if options.quick else 120.0)
     seeds = range(options.seeds or (1 if options.quick else 2))
@@ -57,11 +47,10 @@ def main() -> int:
                 options.config,
                 Path(folder),
                 [*SETTINGS, *options.settings],
-                say=attacks.say,
+                say=progress,
             )
         except soak.SoakError as error:
-            print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
-            return 1
+            return failed(error)
     if options.json:
         print(json.dumps({"benchmark": "staleness", "results": [outcome.as_dict() for outcome in found]}))
     else:

@@ -12,31 +12,23 @@ the next one and its fsync. The last line is of a run's own pace: trajectories t
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import store  # noqa: E402
-from benchmarks.ending import run_tool  # noqa: E402
+from benchmarks import store
+from benchmarks.tool import run_tool, tool_parser
 
 WRITERS = (1, 8, 64)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools/bench_store.py"
-    )
+    parser = tool_parser("bench_store", __doc__, quick="fewer groups: ends within a minute")
     parser.add_argument("--groups", type=int, help="groups to write each time (default: 1,000, quick: 80)")
     parser.add_argument("--size", type=int, default=8, help="trajectories of a group (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a trajectory (default: %(default)s)")
     parser.add_argument("--dir", type=Path, help="folder on the disk to measure (default: that of temporary files)")
-    parser.add_argument("--quick", action="store_true", help="fewer groups: ends within a minute")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     groups = options.groups or (80 if options.quick else 1000)
     with tempfile.TemporaryDirectory(prefix="vcpo-store-", dir=options.dir) as folder, store.one_core():

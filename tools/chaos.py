@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Strikes the rollout servers of a training run, and checks that the run goes on and that its account is right.
+"""Injects faults into the rollout servers of a training run, and checks that it goes on and that its account is right.
 
     python tools/chaos.py                                        # 30 minutes, two embedded servers, 20 faults at least
     python tools/chaos.py --rollout-python ENV/bin/python        # two SGLang servers
@@ -13,23 +13,16 @@ that of the version that it was recorded under.
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import attacks, chaos, soak  # noqa: E402
-from benchmarks.ending import run_tool  # noqa: E402
+from benchmarks import chaos, fault_injection, soak
+from benchmarks.tool import progress, run_tool
 
 SETTINGS = (
-    "train.steps=1000000",
-    "train.eval_every=0",
     "checkpoint.every=20",
-    "observability.tensorboard=false",
     "launch.learner_ranks=1",
     "parallel.tensor=1",
     "rollout.servers=2",
-    "rollout.max_restarts=1000000",
     "rollout.health_interval_s=1",
     "rollout.health_timeout_s=5",
     "rollout.sync_timeout_s=20",
@@ -39,7 +32,7 @@ SGLANG = ("rollout.engine=sglang", "rollout.start_timeout_s=600", "rollout.healt
 
 
 def main() -> int:
-    parser = attacks.parser("chaos", __doc__, quick="each fault once, then the end")
+    parser = fault_injection.fault_parser("chaos", __doc__, quick="each fault once, then the end")
     parser.add_argument("--faults", type=int, default=20, help="at least so many (default: %(default)s)")
     parser.add_argument("--rollout-python", type=Path, metavar="PYTHON", help="SGLang servers under this interpreter")
     options = parser.parse_args()
@@ -47,11 +40,11 @@ def main() -> int:
     if options.rollout_python is not None:
         settings += (*SGLANG, f"rollout.python={options.rollout_python.absolute()}")
 
-    def attack(attempts: soak.Attempts, rng: random.Random, seconds: float) -> chaos.Outcome:
+    def inject(attempts: soak.Attempts, rng: random.Random, seconds: float) -> chaos.ChaosReport:
         at_least = 0 if options.quick else options.faults
-        return chaos.chaos(attempts, rng, seconds=seconds, at_least=at_least, say=attacks.say)
+        return chaos.chaos(attempts, rng, seconds=seconds, at_least=at_least, say=progress)
 
-    return attacks.run(options, settings, attack)
+    return fault_injection.run_with_faults(options, settings, inject)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Writes docs/configuration.md from the configuration's own models, so that the page cannot say anything else.
+"""Writes docs/configuration.md and docs/metrics.md from the code, so that the pages cannot say anything else.
 
-What a key means is its ``description`` in vcpo_megatron/config/schema.py; a section's paragraph is its docstring.
+What a key means is its ``description`` in vcpo_megatron/config/schema.py; a section's paragraph is its docstring. What
+a metric means is in the table of vcpo_megatron/observability/metrics.py; in which section it stands is said here.
 
-    python tools/make_reference.py              write the page
-    python tools/make_reference.py --check      say whether it is up to date (exit 1 when not)
+    python tools/make_reference.py              write the pages
+    python tools/make_reference.py --check      say whether they are up to date (exit 1 when not)
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import re
 import sys
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
@@ -26,12 +28,13 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vcpo_megatron.cli.train import CHANGEABLE_ON_RESUME  # noqa: E402
 from vcpo_megatron.config.methods import METHODS, Method  # noqa: E402
 from vcpo_megatron.config.schema import AlgorithmConfig, RunConfig, Section  # noqa: E402
+from vcpo_megatron.launch.resume import CHANGEABLE_ON_RESUME  # noqa: E402
+from vcpo_megatron.observability.metrics import METRICS  # noqa: E402
 
-PAGE = ROOT / "docs" / "configuration.md"
-INTRODUCTION = """\
+DOCS = ROOT / "docs"
+CONFIGURATION = """\
 # Configuration
 
 <!-- Written by tools/make_reference.py from vcpo_megatron/config/schema.py: change it there. -->
@@ -49,12 +52,43 @@ method or the schedule that nothing would read, `ratio_low` for a method without
 Keys that end in `_s` are seconds. "resume: yes" marks keys that `--resume --set` may change; the others decide what is
 trained, and a run keeps them. "-" as default: not set, which the meaning explains.
 """
-HEADER = "| key | value | default | resume | meaning |\n|---|---|---|---|---|\n"
+KEY_HEADER = "| key | value | default | resume | meaning |\n|---|---|---|---|---|\n"
 METHOD_TABLE = """\
 ### Methods
 
 What a row of `algorithm.method` sets; each of these keys overrides the row. [method.md](method.md) has the formulas.
 """
+METRICS_PAGE = """\
+# Metrics
+
+<!-- Written by tools/make_reference.py from vcpo_megatron/observability/metrics.py: change it there. -->
+
+One row a step in `metrics.jsonl` (one JSON object a line), and the same in TensorBoard. Absent keys were not observed
+in that step; a value that is not finite is written as `null` and read as nan, never averaged away. A resume cuts the
+file back to its checkpoint, so a step has one row.
+
+**Over ranks.** A number speaks of the whole batch, not of one rank: the learner's ranks sum one table of per-trajectory
+numbers over data-parallel replicas and pipeline stages, every rank computes the same metrics from all N trajectories,
+and ESS and learning rate are asserted equal on all. No mean is ever a mean of ranks' means. The column *of* says what
+the row holds of several observations of one step: their `mean`, `sum`, `max`, `p95` (nearest rank) or the `last`.
+
+Healthy values are those of `make demo` where numbers are given.
+"""
+METRIC_HEADER = "| metric | unit | of | meaning | healthy | otherwise |\n|---|---|---|---|---|---|\n"
+#: Section of the page of metrics -> (what is said of all of them, their names or the beginnings of names, in order).
+METRIC_SECTIONS: dict[str, tuple[str, str]] = {
+    "Where the run is": ("", "step policy_version step/skipped"),
+    "Is it learning": ("", "loss reward/ eval/ entropy experts/ groups/ kl/reference"),
+    "How far off-policy": ("", "ess/ lr/ weight/ kl/behavior mismatch/"),
+    "Gradient and baseline": ("", "grad_norm/ baseline/"),
+    "Staleness": ("", "staleness/"),
+    "Where trajectories are": (
+        "Counts since the start of the run, attempts before a resume included; evaluation is not counted.\n"
+        "`generated = queued + trained + dropped + failed` in every row.",
+        "rollouts/",
+    ),
+    "Work and time": ("", "tokens/ time/ sync/"),
+}
 _OF_A_METHOD = {f"algorithm.{field.name}" for field in dataclasses.fields(Method)}
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
 _BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
@@ -102,12 +136,17 @@ def default(key: str, field: FieldInfo) -> str:
     return f"`{json.dumps(value, default=str)}`"
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [INTRODUCTION]
+def pages() -> dict[str, str]:
+    """File name in docs/ -> text, of every page that is written here."""
+    return {"configuration.md": configuration(), "metrics.md": metrics()}
+
+
+def configuration() -> str:
+    """The page of configuration keys."""
+    parts = [CONFIGURATION]
     for name, model in sections():
         about = " ".join((model.__doc__ or "").split()).replace("``", "`")
-        parts.append(f"\n## [{name}]\n\n{_linked(about)}\n\n{HEADER}")
+        parts.append(f"\n## [{name}]\n\n{_linked(about)}\n\n{KEY_HEADER}")
         for key, field in model.model_fields.items():
             dotted = f"{name}.{key}"
             resume = "yes" if dotted in CHANGEABLE_ON_RESUME else ""
@@ -116,6 +155,26 @@ def page() -> str:
         if name == "algorithm":
             parts.append(f"\n{METHOD_TABLE}\n{_methods()}")
     return "".join(parts)
+
+
+def metrics() -> str:
+    """The page of metrics; ValueError when one of them belongs to no section, or to two."""
+    parts, placed = [METRICS_PAGE], Counter[str]()
+    for title, (about, beginnings) in METRIC_SECTIONS.items():
+        names = [name for part in beginnings.split() for name in METRICS if _belongs(name, part)]
+        placed.update(names)
+        parts.append(f"\n## {title}\n\n{about and about + chr(10) * 2}{METRIC_HEADER}")
+        for name in names:
+            metric = METRICS[name]
+            cells = (metric.unit, metric.reducer, *map(_linked, (metric.description, metric.healthy, metric.otherwise)))
+            parts.append(f"| `{name}` | " + " | ".join(cells).replace("|  |", "| |").strip() + " |\n")
+    if wrong := [name for name in METRICS if placed[name] != 1]:
+        raise ValueError(f"METRIC_SECTIONS must name the section of {', '.join(wrong)}, once")
+    return "".join(parts)
+
+
+def _belongs(name: str, part: str) -> bool:
+    return name.startswith(part) if part.endswith("/") else name == part
 
 
 def _methods() -> str:
@@ -136,17 +195,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="example: python tools/make_reference.py --check"
     )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is not up to date")
     args = parser.parse_args(arguments)
-    text = page()
+    texts = {DOCS / name: text for name, text in pages().items()}
     if not args.check:
-        PAGE.write_text(text, encoding="utf-8")
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
         return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    name = PAGE.relative_to(ROOT)
-    print(f"make_reference: {name} is not up to date; run: python tools/make_reference.py", file=sys.stderr)
-    return 1
+    old = [p for p, text in texts.items() if not p.is_file() or p.read_text(encoding="utf-8") != text]
+    for path in old:
+        name = f"docs/{path.name}"
+        print(f"make_reference: {name} is not up to date; run: python tools/make_reference.py", file=sys.stderr)
+    return 1 if old else 0
 
 
 if __name__ == "__main__":

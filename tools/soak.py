@@ -12,36 +12,26 @@ SIGTERM. Exit code 1 when a trajectory was lost, trained twice, or trained beyon
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import fault_injection, soak
+from benchmarks.tool import progress, run_tool
 
-from benchmarks import attacks, soak  # noqa: E402
-from benchmarks.ending import run_tool  # noqa: E402
-
-SETTINGS = (
-    "train.steps=1000000",
-    "train.eval_every=0",
-    "checkpoint.every=5",
-    "rollout.max_restarts=1000000",
-    "observability.tensorboard=false",
-)
+SETTINGS = ("checkpoint.every=5",)
 #: The quick form: one learner rank, so that a start costs fewer imports.
 QUICK = ("launch.learner_ranks=1", "parallel.tensor=1", "checkpoint.every=2")
 
 
 def main() -> int:
-    options = attacks.parser("soak", __doc__, quick="one kill of each kind, then the end").parse_args()
+    options = fault_injection.fault_parser("soak", __doc__, quick="one kill of each kind, then the end").parse_args()
 
-    def attack(attempts: soak.Attempts, rng: random.Random, seconds: float) -> soak.Account:
+    def inject(attempts: soak.Attempts, rng: random.Random, seconds: float) -> soak.Account:
         victims = ("learner", "server", "orchestrator")
-        faults = soak.soak(attempts, rng, seconds=seconds, victims=victims, say=attacks.say)
+        faults = soak.soak(attempts, rng, seconds=seconds, victims=victims, say=progress)
         found = soak.account(attempts.directory)
         found.faults = dict(faults)
         return found
 
-    return attacks.run(options, (*SETTINGS, *(QUICK if options.quick else ())), attack)
+    return fault_injection.run_with_faults(options, (*SETTINGS, *(QUICK if options.quick else ())), inject)
 
 
 if __name__ == "__main__":

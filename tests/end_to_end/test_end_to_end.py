@@ -41,6 +41,7 @@ def test_a_short_run_keeps_the_bound_and_accounts_for_every_trajectory(short_run
     assert any((short_run / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_the_same_rollouts_give_the_same_steps_in_every_layout(short_run: Path, tmp_path: Path) -> None:
     names = ("loss", "grad_norm/total", "grad_norm/trajectory_max", "ess/ratio", "lr/effective")
     replay = ("rollout.engine=replay", f"rollout.replay={short_run}", "train.steps=20")
@@ -63,6 +64,7 @@ def test_the_same_rollouts_give_the_same_steps_in_every_layout(short_run: Path, 
                 assert row[key] == pytest.approx(reference[key], rel=1e-3, abs=1e-6), (name, row["step"], key)
 
 
+@pytest.mark.slow
 def test_exact_lag_repeats_bit_for_bit_and_over_a_resume(tmp_path: Path) -> None:
     settings = (
         "staleness.lag=exact",
@@ -91,6 +93,7 @@ def test_exact_lag_repeats_bit_for_bit_and_over_a_resume(tmp_path: Path) -> None
 VICTIMS = ("learner 0", "learner 1", "orchestrator 0", "server 0", "supervisor")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kill_9_of_each_process_leaves_no_orphan_and_the_run_resumes(tmp_path: Path) -> None:
     """One run, five deaths: every attempt writes a checkpoint of its own before one of its processes is killed."""
@@ -134,6 +137,7 @@ def kill_9(run: Run, victim: str) -> None:
     assert f"{role}.{rank}.log" in last[0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_signals_checkpoint_and_a_resume_goes_on_in_another_layout(tmp_path: Path) -> None:
     """Ctrl-C, SIGTERM, then SIGUSR1 to every process, as a batch system sends it; then one rank instead of two."""

@@ -68,6 +68,7 @@ def kept(run_dir: Path, copy: Path) -> int:
         return 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def test_a_run_replays_the_experts_of_its_servers_and_forgets_them(engine: str, model: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from vcpo_megatron.environments.base import EnvironmentSetupError
-from vcpo_megatron.environments.datasets import ShuffledOrder, read_rows
+from vcpo_megatron.environments.datasets import ShuffledOrder, read_records
 
 
 def write(path, text, mode="w"):
@@ -16,7 +16,7 @@ def write(path, text, mode="w"):
 
 def problem(path, wanted=("prompt",), fields=None):
     with pytest.raises(EnvironmentSetupError) as caught:
-        read_rows(path, wanted, fields or {})
+        read_records(path, wanted, fields or {})
     (line,) = caught.value.problems
     assert "\n" not in line
     return line
@@ -24,14 +24,14 @@ def problem(path, wanted=("prompt",), fields=None):
 
 def test_jsonl_rows_carry_values_and_lines(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"question": "x", "other": 1}\n\n{"question": "y\u2028z"}\r\n')
-    rows = read_rows(path, ("prompt",), {"prompt": "question"})
+    rows = read_records(path, ("prompt",), {"prompt": "question"})
     assert [row.values for row in rows] == [{"prompt": "x"}, {"prompt": "y\u2028z"}]
     assert [row.where for row in rows] == [f"{path}: line 1", f"{path}: line 3"]
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
     path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"prompt": "x"}\n{"prompt": "\xef\xbb\xbfy"}\n', "wb")
-    assert [row.values for row in read_rows(path, ("prompt",), {})] == [{"prompt": "x"}, {"prompt": "\ufeffy"}]
+    assert [row.values for row in read_records(path, ("prompt",), {})] == [{"prompt": "x"}, {"prompt": "\ufeffy"}]
 
 
 def test_parquet_rows_equal_jsonl_rows(tmp_path):
@@ -39,7 +39,7 @@ def test_parquet_rows_equal_jsonl_rows(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"question": ["x", "y"], "answer": [1, 2]}), path)
-    rows = read_rows(path, ("prompt", "answer"), {"prompt": "question"})
+    rows = read_records(path, ("prompt", "answer"), {"prompt": "question"})
     assert [row.values for row in rows] == [{"prompt": "x", "answer": 1}, {"prompt": "y", "answer": 2}]
     assert rows[1].where == f"{path}: row 2"
 

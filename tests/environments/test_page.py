@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments import base, registry
@@ -104,6 +105,8 @@ def test_every_built_in_environment_is_in_the_table(name: str) -> None:
     row = re.search(rf"^\| `{name}` \|.*$", TEXT, flags=re.MULTILINE)
     assert row, f"docs/environments.md: add to the first table | `{name}` | TASK | `OPTION` (DEFAULT): MEANING |"
     module = importlib.import_module(registry.BUILT_IN[name].__module__)  # type: ignore[attr-defined]
-    for option, field in module.Options.model_fields.items():
+    models = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, BaseModel)]
+    (options,) = (model for model in models if model.__module__ == module.__name__)
+    for option, field in options.model_fields.items():
         shown = f"`{field.default}`" if isinstance(field.default, str) else str(field.default)
         assert f"`{option}` ({shown})" in row[0], f"docs/environments.md, {name}: add `{option}` ({shown}): MEANING"

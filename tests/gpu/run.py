@@ -229,7 +229,7 @@ class Bench:
         from vcpo_megatron.learner.megatron.parallel import initialize
         from vcpo_megatron.learner.megatron.training import build_trainable
 
-        self._work = benchmark.Work("10M" if on_gpu() else "1M", 512 if on_gpu() else 32, 2, 4)
+        self._work = benchmark.Workload("10M" if on_gpu() else "1M", 512 if on_gpu() else 32, 2, 4)
         self._folder, self._model = folder, {"dtype": dtype, **model}
         self._batch = benchmark.make_batch(self._work)
         config = self._config({}, 4096)
@@ -274,8 +274,8 @@ def memory_and_time(folder: Path) -> str:
     """accumulate keeps at most 4 bytes a parameter, deferred no buffer; seconds beside a plain step, as a table."""
     from benchmarks import step as benchmark
 
-    large = [benchmark.Work("60M", median, 8, 8) for median in (64, 512)]
-    works = large if on_gpu() else [benchmark.Work("1M", 48, 2, 4)]
+    large = [benchmark.Workload("60M", median, 8, 8) for median in (64, 512)]
+    works = large if on_gpu() else [benchmark.Workload("1M", 48, 2, 4)]
     texts = []
     for work in works:
         bench = benchmark.Bench(folder, work, benchmark.CONTENDERS)

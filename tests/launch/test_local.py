@@ -36,7 +36,7 @@ import json, signal, sys
 from pathlib import Path
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.run.directory import RunDirectory
-from vcpo_megatron.launch.local import Options, run
+from vcpo_megatron.launch.local import LaunchOptions, run
 
 order = json.loads(sys.argv[1])
 
@@ -48,7 +48,7 @@ def command(process):
 config = RunConfig.model_validate(order["config"])
 signal.pthread_sigmask(signal.SIG_BLOCK, order["blocked"])
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the suite runs under nohup, and then left so
-sys.exit(run(config, RunDirectory(Path(order["directory"])), Options(**order["options"]), command=command))
+sys.exit(run(config, RunDirectory(Path(order["directory"])), LaunchOptions(**order["options"]), command=command))
 """
 
 PREAMBLE = """

@@ -80,3 +80,13 @@ def test_gpus_that_the_driver_shows(tmp_path: Path, hidden: str | None, expected
 
 def test_no_driver(tmp_path: Path) -> None:
     assert installed_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == ()
+
+
+def test_the_table_has_a_line_a_process() -> None:
+    plan = plan_local(config(launch={"control_port": 4000}, rollout={"tensor_parallel": 1}), gpus=["3", "5"])
+    assert [line.split() for line in plan.table(Path("r")).splitlines()] == [
+        ["role", "rank", "host", "devices", "port", "log"],
+        ["orchestrator", "0", "127.0.0.1", "cpu", "4000", "r/logs/orchestrator.0.log"],
+        ["learner", "0", "127.0.0.1", "gpu", "3", "any", "free", "r/logs/learner.0.log"],
+        ["server", "0", "127.0.0.1", "gpu", "5", "any", "free", "r/logs/server.0.log"],
+    ]

@@ -1,6 +1,6 @@
 """Every layout takes the same step as an fp64 oracle with materialised per-trajectory gradients.
 
-Layouts that share a world size share one launch: starting Megatron's processes costs more than a step.
+Layouts that share a world size share one launch, which stays up: starting Megatron's processes costs more than a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.slow import Made, matrix
 from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.types import Batch
 
 from .scenarios import Oracle, make_batch, make_config, make_model_folder, oracle_step
 from .world import run_world
@@ -109,40 +111,62 @@ LAYOUTS: dict[str, Case] = {
 }
 
 
+#: One of each kind of parallelism, and of what is most its own beside it; the other rows are slow.
+DEFAULT = (
+    "single",
+    "tp2",
+    "tp2 sp tied",
+    "pp2",
+    "pp2 vpp2 tied",
+    "dp2",
+    "dp2 overlapped deferred",
+    "cp2",
+    "moe ep2",
+    "moe tp2 sp etp2",
+)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
     root = tmp_path_factory.mktemp("models")
-    kinds = sorted({(case.family, case.tied) for case in LAYOUTS.values()})
-    return {kind: make_model_folder(root / f"{kind[0]}{kind[1]}", kind[0], tied=kind[1]) for kind in kinds}
+    return Made(lambda kind: make_model_folder(root / f"{kind[0]}{kind[1]}", kind[0], tied=kind[1]))
 
 
 @pytest.fixture(scope="module")
-def outcomes(models: dict[tuple[str, bool], Path]) -> dict[str, tuple[RunConfig, dict[str, Any], Oracle]]:
-    """One step in every layout, and the oracle's for its model."""
-    found, oracles = {}, {}
-    for ranks in sorted({case.ranks for case in LAYOUTS.values()}):
-        names = [name for name, case in LAYOUTS.items() if case.ranks == ranks]
-        cases = []
-        for name in names:
-            case = LAYOUTS[name]
-            kind = (case.family, case.tied)
-            model = models[kind]
-            config = make_config(model, ranks, parallel=case.parallel, **case.sections)
-            batch = make_batch(model)
-            cases.append((config, [batch]))
-            if kind not in oracles:
-                oracles[kind] = oracle_step(model, batch, config)
-        results = run_world(ranks, ONE_STEP, {"cases": cases}, timeout_s=60 + 30 * len(cases))
-        for name, (config, _), result in zip(names, cases, results, strict=True):
-            found[name] = (config, result, oracles[LAYOUTS[name].family, LAYOUTS[name].tied])
-    return found
+def batches(models: dict[tuple[str, bool], Path]) -> dict[tuple[str, bool], Batch]:
+    return Made(lambda kind: make_batch(models[kind]))
 
 
-@pytest.mark.timeout(1500)  # the first one waits for all worlds
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_step_equals_the_oracle(name: str, outcomes: dict[str, tuple[RunConfig, dict[str, Any], Oracle]]) -> None:
-    _, outcome, oracle = outcomes[name]
-    assert_equals_the_oracle(outcome, oracle)
+@pytest.fixture(scope="module")
+def oracles(models: dict[tuple[str, bool], Path], batches: dict[tuple[str, bool], Batch]) -> dict[Any, Oracle]:
+    """The oracle's step for each model."""
+    return Made(lambda kind: oracle_step(models[kind], batches[kind], make_config(models[kind], 1)))
+
+
+@pytest.fixture(scope="module")
+def outcomes(models: dict[tuple[str, bool], Path], batches: dict[tuple[str, bool], Batch]) -> dict[str, dict[str, Any]]:
+    """One step in every layout that is asked for."""
+
+    def take(name: str) -> dict[str, Any]:
+        case = LAYOUTS[name]
+        kind = (case.family, case.tied)
+        config = make_config(models[kind], case.ranks, parallel=case.parallel, **case.sections)
+        (outcome,) = run_world(case.ranks, ONE_STEP, {"cases": [(config, [batches[kind]])]})
+        return outcome
+
+    return Made(take)
+
+
+def test_each_kind_of_parallelism_is_in_the_default_suite() -> None:
+    kinds = {kind for name in DEFAULT for kind, size in LAYOUTS[name].parallel.items() if size == 2}
+    assert {"tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"} <= kinds
+    assert any(case.ranks == 2 and not case.parallel for case in (LAYOUTS[name] for name in DEFAULT))  # data
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", matrix(LAYOUTS, DEFAULT))
+def test_step_equals_the_oracle(name: str, outcomes: dict[str, dict[str, Any]], oracles: dict[Any, Oracle]) -> None:
+    assert_equals_the_oracle(outcomes[name], oracles[LAYOUTS[name].family, LAYOUTS[name].tied])
 
 
 def assert_equals_the_oracle(outcome: dict[str, Any], oracle: Oracle) -> None:
@@ -185,15 +209,20 @@ def assert_equals_the_oracle(outcome: dict[str, Any], oracle: Oracle) -> None:
         assert float(difference.max()) < 1e-4 * largest and float(difference.mean()) < 1e-6, key
 
 
-@pytest.mark.timeout(1500)
-def test_padding_is_counted_once(outcomes: dict[str, tuple[RunConfig, dict[str, Any], Oracle]]) -> None:
+#: CP ranks by layout.
+PADDED = {"single": 1, "tp2": 1, "pp2": 1, "dp2": 1, "cp2": 2, "tp2 cp2": 2, "pp2 cp2 tied": 2}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", matrix(PADDED, set(PADDED) & set(DEFAULT)))
+def test_padding_is_counted_once(
+    name: str, outcomes: dict[str, dict[str, Any]], batches: dict[tuple[str, bool], Batch]
+) -> None:
     """By one of the ranks that share a pack: 2 CP tokens divide every trajectory, and nothing else is padded."""
-    groups = make_batch(outcomes["single"][0].model.path).groups
-    costs = [len(t.tokens) - 1 for group in groups for t in group.trajectories]
-    context = {"single": 1, "tp2": 1, "pp2": 1, "dp2": 1, "cp2": 2, "tp2 cp2": 2, "pp2 cp2 tied": 2}
-    for name, ranks in context.items():
-        expected = sum(-cost % (2 * ranks) for cost in costs) if ranks > 1 else 0
-        assert outcomes[name][1]["results"][0].metrics["tokens/padded"] == expected, name
+    costs = [len(t.tokens) - 1 for group in batches["qwen2", False].groups for t in group.trajectories]
+    ranks = PADDED[name]
+    expected = sum(-cost % (2 * ranks) for cost in costs) if ranks > 1 else 0
+    assert outcomes[name]["results"][0].metrics["tokens/padded"] == expected
 
 
 @pytest.mark.timeout(300)
@@ -250,7 +279,7 @@ def test_a_layer_of_an_unknown_kind_takes_one_trajectory_a_micro_batch(tmp_path:
     ]
     refused = [make_config(next(iter(models.values())), 2, parallel=p) for p, _ in FOREIGN_REFUSED]
     arguments = {"cases": cases, "refused": refused}
-    found = run_world(2, "learner.run_layouts:with_foreign_norms", arguments, timeout_s=400)
+    found = run_world(2, "learner.run_layouts:with_foreign_norms", arguments, timeout_s=400, alone=True)
     assert found["said"].count("packing: one trajectory a micro-batch, since the gradients of 0.decoder.") == len(cases)
     for case, (config, (batch,)), outcome in zip(FOREIGN, cases, found["outcomes"], strict=True):
         assert_equals_the_oracle(outcome, oracle_step(models[case.family, case.tied], batch, config))
@@ -328,7 +357,7 @@ CHECKPOINTS: dict[str, tuple[Case, list[Case]]] = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", matrix(CHECKPOINTS, ("tp2", "dp2 distributed")))
 def test_checkpoint_is_free_of_the_layout(name: str, models: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
     """Saved under one layout and read under others: the next step is the same; bit for bit under the same one."""
     saved_by, loaded_by = CHECKPOINTS[name]

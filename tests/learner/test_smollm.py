@@ -68,7 +68,7 @@ def test_log_probs_of_real_text(folder: Path, checkpoint: Path) -> None:
     for ranks, parallel in ((1, {}), (2, {"pipeline": 2}), (3, {"tensor": 3})):
         config = make_config(folder, ranks, parallel=parallel)
         arguments = {"cases": [(config, str(checkpoint))], "prompts": prompts}
-        (scored,) = run_world(ranks, "learner.run_families:logprobs_each", arguments, timeout_s=1200)
+        (scored,) = run_world(ranks, "learner.run_families:logprobs_each", arguments, timeout_s=1200, alone=True)
         for found, wanted in zip(scored, expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=2e-4)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vcpo_megatron.observability.sinks import JsonlFollower, JsonlSink, TensorBoardSink, cut_back, follow, read_rows
+from vcpo_megatron.observability.sinks import JsonlFollower, JsonlSink, TensorBoardSink, cut_back, read_rows
 
 
 @pytest.fixture
@@ -138,20 +138,9 @@ def test_follower_reads_a_file_that_was_cut_back_again(path: Path) -> None:
     assert steps(follower.poll()) == [0, 1, 2]
 
 
-def test_follower_counts_lines_that_are_no_rows(path: Path) -> None:
+def test_follower_leaves_out_lines_that_are_no_rows(path: Path) -> None:
     path.write_bytes(b'{"step": 0}\nbroken\n[1]\n\xff\n{"step": 1}\n')
-    follower = JsonlFollower(path)
-    assert steps(follower.poll()) == [0, 1] and follower.bad_lines == 3
-
-
-def test_follow_yields_until_its_deadline(path: Path) -> None:
-    write(path, 0)
-    start = time.monotonic()
-    rows = follow(path, poll_s=0.01, deadline=start + 0.3)
-    assert next(rows)["step"] == 0
-    write(path, 1)
-    assert steps(list(rows)) == [1]
-    assert 0.3 <= time.monotonic() - start < 5
+    assert steps(JsonlFollower(path).poll()) == [0, 1]
 
 
 # --- TensorBoard ------------------------------------------------------------------------------

@@ -109,9 +109,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
 StartServer = Callable[..., Running]
 
 
-@pytest.fixture(scope="module")
-def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
-    """start_server(folder, *flags) returns when the server serves; ``code`` replaces the module by a program."""
+def _starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
     started: list[Running] = []
 
     def start(folder: Path, *flags: str, code: str = "") -> Running:
@@ -134,6 +132,18 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServ
     yield start
     for server in started:
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    """start_server(folder, *flags) returns when the server serves; ``code`` replaces the module by a program."""
+    yield from _starting(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def start_lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    """The same, for servers that last as long as the session."""
+    yield from _starting(tmp_path_factory)
 
 
 # --- both engines -------------------------------------------------------------------------------
@@ -231,15 +241,16 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 UseServer = Callable[[Callable[[ServerClient], Awaitable[Any]]], Any]
 
 
-@pytest.fixture(scope="module")
-def server(versions: Versions, start_server: StartServer) -> Running:
-    """One server a module, of version "0"."""
-    return start_server(versions.folder, "--weight-version", "0", "--random-seed", "7", "--max-running-requests", "16")
+@pytest.fixture(scope="session")
+def server(versions: Versions, start_lasting_server: StartServer) -> Running:
+    """One server a session, of version "0": a test that loads another one loads that again."""
+    flags = ("--weight-version", "0", "--random-seed", "7", "--max-running-requests", "16")
+    return start_lasting_server(versions.folder, *flags)
 
 
 @pytest.fixture
 def use(server: Running) -> UseServer:
-    """use(scenario) runs ``await scenario(client)`` against the module's server, within a minute."""
+    """use(scenario) runs ``await scenario(client)`` against the session's server, within a minute."""
 
     def run(scenario: Callable[[ServerClient], Awaitable[Any]]) -> Any:
         async def bounded() -> Any:

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.floors import Rates
-from benchmarks.step import Comparison, Outcome, Work, curves
+from benchmarks.roofline import MachineRates
+from benchmarks.step import StepComparison, StepCost, Workload, curves
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_step.py"
 
@@ -30,8 +30,8 @@ def test_quick_prints_one_json_object() -> None:
     # a gradient in fp32: none, one, none, none, none, two beside the gradient itself
     buffers = [row["persistent"] / (4 * result["parameters"]) for row in found.values()]
     assert buffers == [0, 1, 0, 0, 0, 2]
-    assert found["plain"]["ratio_to_plain"] == 1 and found["plain"]["floor"] == 0
-    assert found["reference"]["floor"] > 0 and found["two_pass"]["floor"] > found["deferred"]["floor"] > 0
+    assert found["plain"]["ratio_to_plain"] == 1 and found["plain"]["roofline"] == 0
+    assert found["reference"]["roofline"] > 0 and found["two_pass"]["roofline"] > found["deferred"]["roofline"] > 0
     assert all(row["median"] > 0 and row["transient"] > 0 for row in found.values())
     # the reference's way makes both of its buffers in the step, and everything else for one trajectory only
     assert found["reference"]["transient"] > 8 * result["parameters"]
@@ -40,10 +40,10 @@ def test_quick_prints_one_json_object() -> None:
 def test_curves_over_lengths() -> None:
     """Medians of ratios inside a round, MiB of the peak; a model measured at one length has no curve."""
 
-    def measured(model: str, median: int, seconds: tuple[float, ...], peak: int) -> Comparison:
-        rates = Rates(1.0, 1.0, 1.0)
-        outcomes = (Outcome("plain", (1.0, 2.0, 4.0), 2**20, 0), Outcome("deferred", seconds, peak, 0))
-        return Comparison(Work(model, median, 1, 2), 10, (median, median), outcomes, rates)
+    def measured(model: str, median: int, seconds: tuple[float, ...], peak: int) -> StepComparison:
+        rates = MachineRates(1.0, 1.0, 1.0)
+        outcomes = (StepCost("plain", (1.0, 2.0, 4.0), 2**20, 0), StepCost("deferred", seconds, peak, 0))
+        return StepComparison(Workload(model, median, 1, 2), 10, (median, median), outcomes, rates)
 
     rows = [
         measured("10M", 64, (1.5, 2.2, 4.4), 3 * 2**20),

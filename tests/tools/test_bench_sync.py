@@ -20,8 +20,8 @@ def test_the_formula_says_how_long_a_small_update_takes() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(done.stdout)["results"]
-    ways = {row["way"]: row for row in result["ways"]}
-    assert ways.keys() == {"tensor", "disk", "distributed"} and result["bytes"] > 5e6
-    assert ways["tensor"]["formula_s"] is None and ways["disk"]["formula_s"] is None
-    assert 0.15 < ways["distributed"]["formula_s"] / ways["distributed"]["update_s"] < 1.5
-    assert all(row["update_s"] > 0 and row["stall_s"] > 0 for row in ways.values())
+    timings = {row["transport"]: row for row in result["transports"]}
+    assert timings.keys() == {"tensor", "disk", "distributed"} and result["bytes"] > 5e6
+    assert timings["tensor"]["formula_s"] is None and timings["disk"]["formula_s"] is None
+    assert 0.15 < timings["distributed"]["formula_s"] / timings["distributed"]["update_s"] < 1.5
+    assert all(row["update_s"] > 0 and row["stall_s"] > 0 for row in timings.values())

@@ -43,7 +43,7 @@ def test_faults_that_cost_little_make_up_for_lost_time() -> None:
     assert chaos.next_kind(rng, Counter(killed=1), 20, 0.5) == "stopped"
 
 
-def outcome(**changes: Any) -> chaos.Outcome:
+def outcome(**changes: Any) -> chaos.ChaosReport:
     found = Account(100, 6400, 6400, 0, 0, 0, 0, 0, {})
     recovery = [("killed", 40.0), ("refused", 3.0), ("killed", 60.0)]
     whole: dict[str, Any] = {
@@ -56,7 +56,7 @@ def outcome(**changes: Any) -> chaos.Outcome:
         "deaths": 2,
         "refusals": 1,
     }
-    return chaos.Outcome(**{**whole, **changes})
+    return chaos.ChaosReport(**{**whole, **changes})
 
 
 def test_the_account_shows_every_recovery() -> None:

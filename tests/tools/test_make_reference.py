@@ -1,16 +1,18 @@
-"""The page of configuration keys: it says what the models say."""
+"""The pages of configuration keys and metrics: they say what the code says."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from vcpo_megatron.cli.train import CHANGEABLE_ON_RESUME
 from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.launch.resume import CHANGEABLE_ON_RESUME
+from vcpo_megatron.observability.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -44,11 +46,23 @@ def test_every_key_says_what_it_means(section: str) -> None:
     )
 
 
-def test_the_page_is_up_to_date(tool: ModuleType) -> None:
-    assert PAGE.read_text(encoding="utf-8") == tool.page(), (
-        "docs/configuration.md no longer says what config/schema.py, config/methods.py and cli_train.py say; run: "
-        "python tools/make_reference.py"
+@pytest.mark.parametrize("page", ["configuration.md", "metrics.md"])
+def test_a_page_is_up_to_date(tool: ModuleType, page: str) -> None:
+    assert (ROOT / "docs" / page).read_text(encoding="utf-8") == tool.pages()[page], (
+        f"docs/{page} no longer says what config/schema.py, config/methods.py, launch/resume.py and "
+        "observability/metrics.py say; run: python tools/make_reference.py"
     )
+
+
+def test_every_metric_stands_on_the_page_once(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert Counter(re.findall(r"^\| `(\S+)` \|", page, flags=re.MULTILINE)) == Counter(METRICS.keys())
+    row = "| `grad_norm/trajectory_max` | | max | largest \\|g_i\\| | within a few tens of the mean | one trajectory "
+    assert row in page
+    sections = {**tool.METRIC_SECTIONS, "Staleness": ("", "")}
+    monkeypatch.setattr(tool, "METRIC_SECTIONS", sections)
+    with pytest.raises(ValueError, match="staleness/mean, staleness/p95"):
+        tool.metrics()
 
 
 def test_the_page_has_exactly_the_keys_there_are() -> None:
@@ -89,10 +103,14 @@ def test_resume_is_what_the_command_line_allows() -> None:
 def test_check_says_when_the_page_is_old(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tool, "ROOT", tmp_path)
-    monkeypatch.setattr(tool, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(tool, "DOCS", tmp_path)
     assert tool.main(["--check"]) == 1
-    assert "page.md is not up to date; run: python tools/make_reference.py" in capsys.readouterr().err
+    says = "docs/{} is not up to date; run: python tools/make_reference.py"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"make_reference: {says.format(name)}" for name in ("configuration.md", "metrics.md")]
     assert tool.main([]) == 0 and tool.main(["--check"]) == 0
-    (tmp_path / "page.md").write_text((tmp_path / "page.md").read_text().replace("1e-06", "1e-05"))
-    assert tool.main(["--check"]) == 1
+    for name, number in (("configuration.md", "1e-06"), ("metrics.md", "0.6 to 1")):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text.replace(number, "1e-05"))
+        assert tool.main(["--check"]) == 1 and says.format(name) in capsys.readouterr().err
+        (tmp_path / name).write_text(text)

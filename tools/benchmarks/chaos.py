@@ -46,7 +46,7 @@ MISMATCH = 1e-3
 
 
 @dataclass
-class Outcome:
+class ChaosReport:
     """``found``: the run's account. ``faults``: how many of each kind. ``recovery_s``: kind of each fault, and seconds
     from it until all servers hold weights of the run again and ``WINDOW`` steps went at no less than a ``SLOWER``-th of
     the undisturbed pace. ``mismatch``: the largest of the run over ``compared`` tokens; ``wrong_version``: steps where
@@ -72,10 +72,10 @@ class Outcome:
         return json.dumps({"benchmark": "chaos", **values.pop("found"), **values, "clean": self.is_clean})
 
     def table(self) -> str:
-        struck = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults.items())) or "none"
+        injected = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults.items())) or "none"
         kinds = sorted({kind for kind, _ in self.recovery_s})
         lines = [
-            f"{self.found.steps} steps; servers: {struck}; seen: {self.deaths} deaths, {self.refusals} refusals",
+            f"{self.found.steps} steps; servers: {injected}; seen: {self.deaths} deaths, {self.refusals} refusals",
             *(f"recovery    {_times(kind, self.recovery_s)}" for kind in kinds),
             *self.found.lines(),
             f"wrong_version {self.wrong_version:>6}",
@@ -102,8 +102,8 @@ def next_kind(rng: random.Random, made: Counter[str], at_least: int, gone: float
 
 def chaos(
     attempts: Attempts, rng: random.Random, *, seconds: float, at_least: int, say: Callable[[str], None]
-) -> Outcome:
-    """Strike for ``seconds``, and until ``at_least`` faults were made, each kind once at least; then stop in order."""
+) -> ChaosReport:
+    """Inject faults for ``seconds``, and until ``at_least`` were made, each kind once at least; then stop in order."""
     faults, recovery = Counter[str](), list[tuple[str, float]]()
     attempts.start()
     try:
@@ -113,13 +113,13 @@ def chaos(
         while len(faults) < len(FAULTS) or faults.total() < at_least or time.monotonic() < began + seconds:
             time.sleep(rng.uniform(0.0, 3.0))
             kind = next_kind(rng, faults, at_least, (time.monotonic() - began) / seconds if seconds else 1.0)
-            if not _strike(kind, attempts, rng):
+            if not _inject(kind, attempts, rng):
                 continue
-            struck = time.monotonic()
+            injected = time.monotonic()
             faults[kind] += 1
             deaths = sum(faults[other] for other in ("killed", "stopped"))
             calm.append(_recovered(attempts, SLOWER * median(calm), deaths))
-            recovery.append((kind, round(time.monotonic() - struck, 2)))
+            recovery.append((kind, round(time.monotonic() - injected, 2)))
             say(f"{kind} a server; recovered after {recovery[-1][1]:.1f} s, {attempts.rows()} steps")
         assert attempts.process is not None
         attempts.process.send_signal(signal.SIGTERM)
@@ -142,7 +142,7 @@ def _recovered(attempts: Attempts, limit_s: float, deaths: int) -> float:
     ``limit_s`` seconds, which is returned; SoakError when that does not come in ``PATIENCE_S``."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        pace, noticed = _pace(attempts), _said(attempts).count(_DIED)
+        pace, noticed = _pace(attempts), _orchestrator_log(attempts).count(_DIED)
         if noticed >= deaths and _all_hold_weights(attempts) and pace <= limit_s:
             return pace
         if time.monotonic() > deadline:
@@ -169,13 +169,13 @@ def _url(server: psutil.Process) -> str:
     return f"http://127.0.0.1:{words[words.index('--port') + 1]}"
 
 
-def _said(attempts: Attempts) -> str:
+def _orchestrator_log(attempts: Attempts) -> str:
     """The orchestrator's log."""
     return attempts.directory.log("orchestrator", 0).read_text(errors="replace")
 
 
-def _strike(kind: str, attempts: Attempts, rng: random.Random) -> bool:
-    """Make one fault; False when there is nothing to strike now."""
+def _inject(kind: str, attempts: Attempts, rng: random.Random) -> bool:
+    """Make one fault; False when there is no server to make it on now."""
     servers = [server for server in attempts.members("server") if server.status() != psutil.STATUS_STOPPED]
     if not servers:
         return False
@@ -183,7 +183,7 @@ def _strike(kind: str, attempts: Attempts, rng: random.Random) -> bool:
     try:
         if kind == "refused":
             return _refuse(server)
-        # Of SGLang's processes the HTTP server and the scheduler are struck: the others end with them.
+        # Of SGLang's processes the HTTP server and the scheduler are chosen: the others end with them.
         parts = [server, *(child for child in server.children() if "scheduler" in " ".join(child.cmdline()))]
         os.kill(rng.choice(parts).pid, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
     except (psutil.Error, ProcessLookupError):
@@ -207,18 +207,18 @@ def _refuse(server: psutil.Process) -> bool:
     return False
 
 
-def _outcome(attempts: Attempts, faults: Counter[str], recovery: list[tuple[str, float]]) -> Outcome:
+def _outcome(attempts: Attempts, faults: Counter[str], recovery: list[tuple[str, float]]) -> ChaosReport:
     rows = read_rows(attempts.directory.metrics)
-    said = _said(attempts)
+    log = _orchestrator_log(attempts)
     compared = [row for row in rows if row.get("mismatch/tokens", 0) > 0]
     mismatch = [row["mismatch/max"] for row in compared]
-    return Outcome(
+    return ChaosReport(
         found=account(attempts.directory),
         faults=dict(faults),
         recovery_s=recovery,
         mismatch=max(mismatch, default=0.0),
         compared=sum(int(row["mismatch/tokens"]) for row in compared),
         wrong_version=sum(not value <= MISMATCH for value in mismatch),
-        deaths=said.count(_DIED),
-        refusals=said.count(_REFUSED),
+        deaths=log.count(_DIED),
+        refusals=log.count(_REFUSED),
     )

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import shutil
 import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,8 @@ import torch
 from vcpo_megatron.conversion.writer import FolderWriter
 from vcpo_megatron.learner.checkpoint.convert import Layout, export_hf, import_hf
 from vcpo_megatron.models.families import model_shape, tensors
+
+from .memory import PeakMemory
 
 _BLOCK, _POOL = 16 * 2**20, 2**22
 MIB = 2**20
@@ -52,7 +53,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Projection:
+class ConversionProjection:
     """A large bfloat16 model at the measured rates: time grows with bytes, memory with the largest parameter."""
 
     model: str
@@ -125,28 +126,11 @@ def measure(action: str, size: int, run: Callable[..., None], *arguments: Any) -
 
 
 def _measured(sender: Any, run: Callable[..., None], arguments: Sequence[Any]) -> None:
-    before, peak, done = _anonymous(), [0], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.005):
-            peak[0] = max(peak[0], _anonymous())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    started, cpu_started = time.perf_counter(), time.process_time()
-    run(*arguments)
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    done.set()
-    watcher.join()
-    sender.send((seconds, cpu_seconds, max(peak[0] - before, 0)))
-
-
-def _anonymous() -> int:
-    """Bytes that this process holds in memory; mapped files, which the system can drop, do not count."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no RssAnon: memory is measured on Linux only")
+    with PeakMemory(0.005) as peak:
+        started, cpu_started = time.perf_counter(), time.process_time()
+        run(*arguments)
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    sender.send((seconds, cpu_seconds, peak.extra))
 
 
 def import_quietly(source: Path, out: Path, tensor: int) -> None:
@@ -186,7 +170,7 @@ def compare(root: Path, config: dict[str, Any], rounds: int, tensor: int) -> lis
     ]
 
 
-def project(config: dict[str, Any], measured: Sequence[Measured]) -> list[Projection]:
+def project(config: dict[str, Any], measured: Sequence[Measured]) -> list[ConversionProjection]:
     """Formula: seconds = bytes / measured rate; peak = measured peak x (largest parameter / that of the model)."""
     by_action = {item.action: item for item in measured}
     peak = max(by_action[action].peak_bytes for action in ("import", "export"))
@@ -196,7 +180,7 @@ def project(config: dict[str, Any], measured: Sequence[Measured]) -> list[Projec
         size = sum(2 * torch.Size(shape).numel() for shape in tensors(model_shape(large)).values())
         largest = largest_parameter(large)
         found.append(
-            Projection(
+            ConversionProjection(
                 name,
                 size,
                 largest,
@@ -208,7 +192,7 @@ def project(config: dict[str, Any], measured: Sequence[Measured]) -> list[Projec
     return found
 
 
-def as_dict(measured: Sequence[Measured], projections: Sequence[Projection]) -> dict[str, Any]:
+def as_dict(measured: Sequence[Measured], projections: Sequence[ConversionProjection]) -> dict[str, Any]:
     copy = measured[0].seconds
     return {
         "measured": [
@@ -218,7 +202,7 @@ def as_dict(measured: Sequence[Measured], projections: Sequence[Projection]) -> 
     }
 
 
-def table(measured: Sequence[Measured], projections: Sequence[Projection], largest: int) -> str:
+def table(measured: Sequence[Measured], projections: Sequence[ConversionProjection], largest: int) -> str:
     """What is printed for people."""
     copy = measured[0].seconds
     lines = ["measured   seconds    MB/s  x copy   cpu s  peak MiB  x largest parameter"]

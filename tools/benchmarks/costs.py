@@ -143,7 +143,7 @@ def kept_bytes(lengths: Sequence[int], d_in: int, d_out: int, element: int = 4) 
 
 
 @dataclass(frozen=True)
-class Projection:
+class ModeProjection:
     """One mode on one GPU: extra gradient bytes, and extra time over a plain step's linear layers."""
 
     mode: str
@@ -153,7 +153,7 @@ class Projection:
 
 def project(
     shape: Shape, tensor: int, pipeline: int, lengths: Sequence[int], accumulators: int, machine: Machine = H100
-) -> list[Projection]:
+) -> list[ModeProjection]:
     """Of a decoder stage for a group of these lengths; attention, norms and communication are left out."""
     layers = shape.linears(tensor)
     per_stage = shape.layers // pipeline
@@ -170,5 +170,5 @@ def project(
     for mode, extra in held.items():
         flops = sum(extra_flops(mode, n, *layer, machine) for n in lengths for layer in layers)
         traffic = sum(extra_traffic(mode, n, *layer, machine) for n in lengths for layer in layers)
-        found.append(Projection(mode, extra, (flops / machine.flops + traffic / machine.bytes_per_s) / plain))
+        found.append(ModeProjection(mode, extra, (flops / machine.flops + traffic / machine.bytes_per_s) / plain))
     return found

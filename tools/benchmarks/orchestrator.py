@@ -54,7 +54,7 @@ _ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(_TOOLS), str(_T
 
 
 @dataclass(frozen=True)
-class Result:
+class OrchestratorCost:
     """``trajectories`` in flight together, answers of ``tokens``; processor seconds of the phases, all together; bytes
     of resident memory in flight and at the end, all together."""
 
@@ -197,7 +197,7 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def _measured(run: _Run, tokens: int) -> Result:
+async def _measured(run: _Run, tokens: int) -> OrchestratorCost:
     await run.recorder.open()
     before, times = _resident(), [time.process_time()]
     generating = asyncio.create_task(run.generation.run())
@@ -220,40 +220,40 @@ async def _measured(run: _Run, tokens: int) -> Result:
         await cancel(generating)
         await run.close()
     start, resume, finish = (later - earlier for earlier, later in zip(times, times[1:], strict=False))
-    return Result(run.count, tokens, start, resume, finish, flight, kept)
+    return OrchestratorCost(run.count, tokens, start, resume, finish, flight, kept)
 
 
-def measure(folder: Path, trajectories: int, tokens: int) -> Result:
+def measure(folder: Path, trajectories: int, tokens: int) -> OrchestratorCost:
     """One run in a process that has done nothing else: memory of an earlier one would be used again."""
     with fake_servers(folder, tokens) as urls:
         path = folder / f"rollouts-{trajectories}-{tokens}.sqlite"
 
-        async def main() -> Result:
+        async def main() -> OrchestratorCost:
             return await _measured(_Run(urls, trajectories, tokens, path), tokens)
 
         with one_core():  # not the servers
             return asyncio.run(main())
 
 
-def measure_apart(trajectories: int, tokens: int) -> Result:
+def measure_apart(trajectories: int, tokens: int) -> OrchestratorCost:
     """``measure`` in a new process on one core."""
     command = [sys.executable, "-m", "benchmarks.orchestrator", str(trajectories), str(tokens)]
     done = subprocess.run(
         command, env=_ENVIRONMENT, stdout=subprocess.PIPE, text=True, timeout=4 * _PATIENCE_S, check=True
     )
-    return Result(*map(_number, done.stdout.split()[-7:]))  # type: ignore[arg-type]
+    return OrchestratorCost(*map(_number, done.stdout.split()[-7:]))  # type: ignore[arg-type]
 
 
 def _number(text: str) -> float | int:
     return float(text) if "." in text else int(text)
 
 
-def per_token(short: Result, long: Result) -> float:
+def per_token(short: OrchestratorCost, long: OrchestratorCost) -> float:
     """Processor seconds that one more token of an answer costs."""
     return (long.seconds_each - short.seconds_each) / (long.tokens - short.tokens)
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[OrchestratorCost]) -> str:
     """The results as text, each a trajectory."""
     lines = ["in flight  tokens  start ms  resume ms  finish ms  in flight KiB  at the end KiB"]
     for r in results:

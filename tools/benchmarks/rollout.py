@@ -33,7 +33,7 @@ class BenchmarkError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Work:
+class RequestSpec:
     """One request: prompt token ids, and how many tokens its answer has."""
 
     prompt: tuple[int, ...]
@@ -41,7 +41,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ThroughputComparison:
     """Tokens a second of each run of both sides at one concurrency, and the ratio of their medians."""
 
     concurrency: int
@@ -62,11 +62,11 @@ class Comparison:
         return {**asdict(self), **medians, "ratio": self.ratio}
 
 
-def make_work(count: int, vocab_size: int, seed: int) -> list[Work]:
+def make_work(count: int, vocab_size: int, seed: int) -> list[RequestSpec]:
     """``count`` requests of uniformly mixed prompt and answer lengths."""
     draw = random.Random(seed)
     return [
-        Work(
+        RequestSpec(
             tuple(draw.randrange(vocab_size) for _ in range(draw.randint(*PROMPT_TOKENS))), draw.randint(*ANSWER_TOKENS)
         )
         for _ in range(count)
@@ -104,7 +104,7 @@ def engine_server(model: Path, log: Path, max_running: int) -> Iterator[str]:
         stop_child(process, grace_s=10.0)
 
 
-async def _serve_work(url: str, vocab_size: int, work: Sequence[Work], concurrency: int) -> float:
+async def _serve_work(url: str, vocab_size: int, work: Sequence[RequestSpec], concurrency: int) -> float:
     client = ServerClient(url, vocab_size, 600.0)
     queue = iter(enumerate(work))
 
@@ -121,7 +121,7 @@ async def _serve_work(url: str, vocab_size: int, work: Sequence[Work], concurren
         await client.close()
 
 
-def run_engine(url: str, vocab_size: int, work: Sequence[Work], concurrency: int) -> float:
+def run_engine(url: str, vocab_size: int, work: Sequence[RequestSpec], concurrency: int) -> float:
     """Seconds for ``work`` with ``concurrency`` clients."""
     return asyncio.run(_serve_work(url, vocab_size, work, concurrency))
 
@@ -137,14 +137,14 @@ class TransformersBaseline:
         self.vocab_size: int = self.model.config.vocab_size
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
-    def run(self, work: Sequence[Work], concurrency: int) -> float:
+    def run(self, work: Sequence[RequestSpec], concurrency: int) -> float:
         """Seconds for ``work`` in batches of ``concurrency``."""
         started = time.perf_counter()
         for start in range(0, len(work), concurrency):
             self._batch(work[start : start + concurrency])
         return time.perf_counter() - started
 
-    def _batch(self, work: Sequence[Work]) -> None:
+    def _batch(self, work: Sequence[RequestSpec]) -> None:
         import torch
 
         width = max(len(item.prompt) for item in work)
@@ -168,21 +168,21 @@ class TransformersBaseline:
 
 def compare(
     url: str, baseline: TransformersBaseline, concurrency: int, requests: int, rounds: int, seed: int
-) -> Comparison:
+) -> ThroughputComparison:
     """Alternates the two sides ``rounds`` times over the same work, after one short warm-up of each."""
     work = make_work(requests, baseline.vocab_size, seed)
     tokens = sum(item.new_tokens for item in work)
-    warm = [Work(item.prompt, 4) for item in work[:concurrency]]
+    warm = [RequestSpec(item.prompt, 4) for item in work[:concurrency]]
     run_engine(url, baseline.vocab_size, warm, concurrency)
     baseline.run(warm, concurrency)
     engine, transformers = [], []
     for _ in range(rounds):
         engine.append(tokens / run_engine(url, baseline.vocab_size, work, concurrency))
         transformers.append(tokens / baseline.run(work, concurrency))
-    return Comparison(concurrency, requests, tokens, tuple(engine), tuple(transformers))
+    return ThroughputComparison(concurrency, requests, tokens, tuple(engine), tuple(transformers))
 
 
-def table(comparisons: Sequence[Comparison]) -> str:
+def table(comparisons: Sequence[ThroughputComparison]) -> str:
     """What is printed for people."""
     lines = ["concurrent  requests   tokens  engine tok/s  transformers tok/s  ratio"]
     for item in comparisons:

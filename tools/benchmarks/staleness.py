@@ -25,7 +25,7 @@ CONTENDERS = {"fixed": ("staleness.adaptive=false",), "adaptive": ("staleness.ad
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """What one run came to in ``seconds`` of training; nan where nothing was evaluated."""
 
     contender: str
@@ -46,7 +46,7 @@ class Outcome:
 
 def train_for(
     seconds: float, contender: str, seed: int, config: Path, folder: Path, settings: Sequence[str]
-) -> Outcome:
+) -> TrainingOutcome:
     """Train for ``seconds`` after the first step, and stop."""
     attempts = Attempts(config, folder, [*settings, *CONTENDERS[contender], f"train.seed={seed}"])
     attempts.start()
@@ -66,14 +66,14 @@ def train_for(
     return summarize(rows, contender, seed, spent)
 
 
-def summarize(rows: Sequence[dict[str, Any]], contender: str, seed: int, seconds: float) -> Outcome:
+def summarize(rows: Sequence[dict[str, Any]], contender: str, seed: int, seconds: float) -> TrainingOutcome:
     """The outcome of the steps of ``rows``."""
 
     def mean(name: str, default: float) -> float:
         return statistics.fmean(float(row.get(name, default)) for row in rows)
 
     accuracy = [value for row in rows if math.isfinite(value := float(row.get("eval/accuracy", math.nan)))]
-    return Outcome(
+    return TrainingOutcome(
         contender,
         seed,
         seconds,
@@ -95,7 +95,7 @@ def compare(
     folder: Path,
     settings: Sequence[str],
     say: Callable[[str], None],
-) -> list[Outcome]:
+) -> list[TrainingOutcome]:
     """A B, A B, ...: both contenders with each seed."""
     found = []
     for seed in seeds:
@@ -105,7 +105,7 @@ def compare(
     return found
 
 
-def table(found: Sequence[Outcome]) -> str:
+def table(found: Sequence[TrainingOutcome]) -> str:
     """The outcomes as text."""
     lines = ["run        seed  seconds  steps  ESS ratio  lr scale  staleness  admitted  accuracy  best"]
     lines += [

@@ -25,7 +25,7 @@ import torch
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.types import Batch, Group, PolicyVersion, Trajectory, Turn, VersionSpan
 
-from . import floors
+from . import roofline
 
 #: Shapes by name: hidden, layers, ffn, heads, vocabulary. All heads have 64 dimensions, embeddings are not tied.
 SHAPES = {"1M": (128, 3, 384, 2, 1024), "10M": (256, 8, 1024, 4, 4096), "60M": (640, 10, 1792, 10, 8192)}
@@ -45,7 +45,7 @@ CONTENDERS = (*MODES, "reference")
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """groups of group_size trajectories whose lengths are log-normal with this median.
 
     rewards  distinct (drawn), or binary (0 and 1 by turns), as those of a checked answer are
@@ -69,9 +69,9 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepCost:
     """seconds of every round; transient: bytes of storages alive at the peak of a step beyond those at its start;
-    persistent: gradient-sized buffers that the way keeps, in bytes."""
+    persistent: gradient-sized buffers that the mode keeps, in bytes."""
 
     name: str
     seconds: tuple[float, ...]
@@ -84,14 +84,14 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class StepComparison:
     """lengths: tokens of every trajectory that go through the model; rates: of the machine, between the rounds."""
 
-    work: Work
+    work: Workload
     parameters: int
     lengths: tuple[int, ...]
-    outcomes: tuple[Outcome, ...]
-    rates: floors.Rates
+    outcomes: tuple[StepCost, ...]
+    rates: roofline.MachineRates
 
     @property
     def tokens(self) -> int:
@@ -102,17 +102,17 @@ class Comparison:
         by_name = {outcome.name: outcome.seconds for outcome in self.outcomes}
         return statistics.median(a / b for a, b in zip(by_name[name], by_name[over], strict=True))
 
-    def floor(self, name: str) -> float:
+    def roofline(self, name: str) -> float:
         """Seconds that ``name`` takes at least beyond a plain step, by the formulas at the rates measured."""
         if name in ("plain", "proxy"):
             return 0.0
         shared = name == "accumulate" and self.work.rewards == "binary"
-        way = "accumulate_shared" if shared else name
-        return floors.extra_seconds(way, self.lengths, self.work.linears, self.parameters, self.rates)
+        mode = "accumulate_shared" if shared else name
+        return roofline.extra_seconds(mode, self.lengths, self.work.linears, self.parameters, self.rates)
 
     def as_json(self) -> dict[str, object]:
         rows = [
-            {**asdict(o), "median": o.median, "ratio_to_plain": self.ratio(o.name), "floor": self.floor(o.name)}
+            {**asdict(o), "median": o.median, "ratio_to_plain": self.ratio(o.name), "roofline": self.roofline(o.name)}
             for o in self.outcomes
         ]
         return {
@@ -124,7 +124,7 @@ class Comparison:
         }
 
 
-def make_config(folder: Path, work: Work, keys: dict[str, str]) -> RunConfig:
+def make_config(folder: Path, work: Workload, keys: dict[str, str]) -> RunConfig:
     """A run on a random model of the shape ``work.model``; ``folder`` gets its config.json."""
     hidden, layers, ffn, heads, vocabulary = SHAPES[work.model]
     shape = {
@@ -162,7 +162,7 @@ def make_config(folder: Path, work: Work, keys: dict[str, str]) -> RunConfig:
     )
 
 
-def make_batch(work: Work) -> Batch:
+def make_batch(work: Workload) -> Batch:
     """Random tokens and rewards; behaviour log-probs near those of an untrained model."""
     draw = np.random.default_rng(work.seed)
     vocabulary = SHAPES[work.model][4]
@@ -211,7 +211,7 @@ def prepare() -> None:
 class Bench:
     """One model; a function a contender that takes one step on the batch."""
 
-    def __init__(self, folder: Path, work: Work, contenders: Sequence[str]) -> None:
+    def __init__(self, folder: Path, work: Workload, contenders: Sequence[str]) -> None:
         from vcpo_megatron.learner.megatron.parallel import initialize
         from vcpo_megatron.learner.megatron.training import build_trainable
         from vcpo_megatron.learner.step.vcpo_step import VcpoStep
@@ -243,14 +243,14 @@ class Bench:
 
     def step(self, name: str) -> float:
         """Seconds of one step: of the device on GPUs, of this process's processor time on CPUs."""
-        started = floors.clock()
+        started = roofline.clock()
         result = self._steps[name].run(self.batch, PolicyVersion(1, 1))
-        assert result is not None  # nobody asks to leave it
+        assert result is not None  # nobody asks to abort it
         if result.skipped:
             raise RuntimeError(f"the step of {name} was skipped: {result.skipped}")
-        return floors.clock() - started
+        return roofline.clock() - started
 
-    def compare(self, rounds: int, say: Callable[[str], None] = lambda line: None) -> Comparison:
+    def compare(self, rounds: int, say: Callable[[str], None] = lambda line: None) -> StepComparison:
         """A B C, A B C, ... after one step of each, in which memory is measured."""
         self.step(next(iter(self._steps)))  # the optimizer's state belongs to no contender
         seconds: dict[str, list[float]] = {name: [] for name in self._steps}
@@ -262,14 +262,16 @@ class Bench:
         for number in range(rounds):
             for name in self._steps:
                 seconds[name].append(self.step(name))
-            found.append(floors.measure(*self.work.linears[2], typical))
+            found.append(roofline.measure(*self.work.linears[2], typical))
             say(f"  round {number + 1}: " + "  ".join(f"{n} {s[-1]:.2f} s" for n, s in seconds.items()))
         outcomes = tuple(
-            Outcome(name, tuple(seconds[name]), transient[name], step.accumulators * 4 * self.parameters)
+            StepCost(name, tuple(seconds[name]), transient[name], step.accumulators * 4 * self.parameters)
             for name, step in self._steps.items()
         )
-        rates = floors.Rates(*(statistics.median(getattr(r, f.name) for r in found) for f in fields(floors.Rates)))
-        return Comparison(self.work, self.parameters, lengths, outcomes, rates)
+        rates = roofline.MachineRates(
+            *(statistics.median(getattr(r, f.name) for r in found) for f in fields(roofline.MachineRates))
+        )
+        return StepComparison(self.work, self.parameters, lengths, outcomes, rates)
 
 
 def peak_bytes(name: str, step: Callable[[str], float]) -> int:
@@ -298,7 +300,7 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def table(comparison: Comparison) -> str:
+def table(comparison: StepComparison) -> str:
     """What is printed for people."""
     work, rates, mib = comparison.work, comparison.rates, 2.0**20
     lines = [
@@ -306,8 +308,8 @@ def table(comparison: Comparison) -> str:
         f"median answer {work.median}, {work.rewards} rewards, {comparison.tokens:,} tokens a step",
         f"  {rates.product / 1e9:.0f} GFLOP/s in products, {rates.far / 1e9:.0f} GB/s in memory, "
         f"{rates.near / 1e9:.0f} GB/s in cache: linear layers of a plain step take "
-        f"{floors.plain_seconds(comparison.lengths, work.linears, rates):.2f} s",
-        "way           seconds  x plain  beyond plain s  floor s  x faster than reference  buffers MiB  peak MiB",
+        f"{roofline.plain_seconds(comparison.lengths, work.linears, rates):.2f} s",
+        "mode          seconds  x plain  beyond plain s  roofline s  x faster than reference  buffers MiB  peak MiB",
     ]
     plain = next((o.median for o in comparison.outcomes if o.name == "plain"), math.nan)
     names = {outcome.name for outcome in comparison.outcomes}
@@ -315,13 +317,13 @@ def table(comparison: Comparison) -> str:
         faster = f"{1 / comparison.ratio(o.name, 'reference'):.2f}" if "reference" in names else "-"
         lines.append(
             f"{o.name:<12} {o.median:>8.2f} {comparison.ratio(o.name):>8.3f} {o.median - plain:>15.2f} "
-            f"{comparison.floor(o.name):>8.2f} {faster:>24} "
+            f"{comparison.roofline(o.name):>11.2f} {faster:>24} "
             f"{o.persistent / mib:>12.1f} {o.transient / mib:>9.1f}"
         )
     return "\n".join(lines)
 
 
-def curves(comparisons: Sequence[Comparison]) -> str:
+def curves(comparisons: Sequence[StepComparison]) -> str:
     """Of every model measured at several lengths: time over plain, and peak memory, by median length; "" without."""
     lines = []
     for model in dict.fromkeys(comparison.work.model for comparison in comparisons):

@@ -31,7 +31,7 @@ _GROUPS_PER_STEP = 8
 
 
 @dataclass(frozen=True)
-class Result:
+class StoreThroughput:
     """``writers``: trajectories that end at the same time. Times in seconds; ``file_bytes`` of the store afterwards."""
 
     writers: int
@@ -173,11 +173,11 @@ def _made(groups: int, size: int, tokens: int) -> list[list[Trajectory]]:
     return [[trajectory(group, sample, tokens, rng) for sample in range(size)] for group in range(groups)]
 
 
-def measure(folder: Path, *, groups: int, size: int, tokens: int, writers: int) -> Result:
+def measure(folder: Path, *, groups: int, size: int, tokens: int, writers: int) -> StoreThroughput:
     """Write ``groups`` groups into a new store in ``folder``."""
     made, path = _made(groups, size, tokens), folder / f"rollouts-{writers}.sqlite"
     spent = _spend(path, lambda recorder: _run(recorder, made, writers))
-    return Result(
+    return StoreThroughput(
         writers, groups, 60 * groups / spent.wall, spent.cpu / groups, spent.transactions / groups, path.stat().st_size
     )
 
@@ -214,7 +214,7 @@ def offer(folder: Path, *, groups: int, size: int, tokens: int, groups_per_minut
     )
 
 
-def table(results: list[Result], offered: Offered, fsync_s: float) -> str:
+def table(results: list[StoreThroughput], offered: Offered, fsync_s: float) -> str:
     """The results as text."""
     lines = ["writers  groups/min  core ms/group  transactions/group  core busy  limit"]
     lines += [

@@ -1,7 +1,7 @@
-"""Weight synchronisation: each way against the bare transfer of the same bytes, the learner's stall, the memory.
+"""Weight synchronisation: each transport against the raw transfer of the same bytes, the learner's stall, the memory.
 
 A learner of one rank lives in this process, with the sender, the transports and the update of a real run; servers of
-the embedded engine are processes of their own. Every figure stands beside a bare measurement of the same run, taken
+the embedded engine are processes of their own. Every figure stands beside a raw measurement of the same run, taken
 alternately, because a machine's pace changes while it is shared.
 """
 
@@ -11,6 +11,7 @@ import asyncio
 import gc
 import itertools
 import json
+import math
 import os
 import queue
 import statistics
@@ -37,11 +38,11 @@ from vcpo_megatron.weight_sync.orchestrator import Transports, Updater
 from vcpo_megatron.weight_sync.wave import Wave
 from vcpo_megatron.weight_sync.wire import flat_size
 
-from .bare import PATIENCE_S, BareBroadcast, Peak, bare_disk
+from .memory import PeakMemory
+from .raw_transfer import PATIENCE_S, RawBroadcast, raw_disk
 from .rollout import engine_server
-from .sync_costs import Rates, update_seconds
 
-WAYS = ("tensor", "disk", "distributed")
+TRANSPORTS = ("tensor", "disk", "distributed")
 #: Times the bytes of a model that learner, server and requests hold at most while weights travel as text.
 TENSOR_COPIES = 12
 #: Name -> (hidden size, layers, units of the MLP, vocabulary); a head has 64 dimensions.
@@ -57,14 +58,44 @@ _RUNS = itertools.count()
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Medians over alternating repeats, in seconds. ``bare_s``: the same bytes, broadcast or written and nothing
-    else; ``stall_s``: what the learner waits for; ``copy_s``: a copy of the same bytes to memory that is in use;
-    ``formula_s``: what ``sync_costs`` makes of the rates of the same run, for a broadcast."""
+class SyncRates:
+    """Bytes a second, but ``http_s``: seconds of one request. ``copy`` is from a rank's device to its host memory."""
 
-    way: str
+    gather: float
+    rename: float
+    broadcast: float
+    load: float
+    copy: float
+    http_s: float
+
+
+#: What docs/weight_sync.md projects with.
+CLUSTER = SyncRates(gather=3e9, rename=10e9, broadcast=40e9, load=1e12, copy=25e9, http_s=0.005)
+
+
+def update_seconds(total: float, bucket: float, rates: SyncRates) -> float:
+    """Pause of a server while ``total`` bytes come in buckets of ``bucket``: the sender fills one while the one before
+    is broadcast and loaded, and each is asked for by a request."""
+    count = math.ceil(total / bucket)
+    fill = bucket / rates.gather + bucket / rates.rename
+    take = bucket / rates.broadcast + bucket / rates.load
+    return fill + count * (max(fill, take) + rates.http_s)
+
+
+def stall_seconds(total: float, ranks: int, rates: SyncRates) -> float:
+    """What a step waits for: each of ``ranks`` ranks copies its share."""
+    return total / ranks / rates.copy
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Medians over alternating repeats, in seconds. ``raw_s``: the same bytes, broadcast or written and nothing
+    else; ``stall_s``: what the learner waits for; ``copy_s``: a copy of the same bytes to memory that is in use;
+    ``formula_s``: what ``update_seconds`` makes of the rates of the same run, for a broadcast."""
+
+    transport: str
     update_s: float
-    bare_s: float
+    raw_s: float
     stall_s: float
     copy_s: float
     extra_bytes: int
@@ -72,7 +103,7 @@ class Timing:
 
     @property
     def ratio(self) -> float:
-        return self.update_s / self.bare_s
+        return self.update_s / self.raw_s
 
     @property
     def stall_ratio(self) -> float:
@@ -144,9 +175,9 @@ class _Control:
 
 
 class Learner:
-    """One rank with the weights of ``model``, publishing version after version by ``way``."""
+    """One rank with the weights of ``model``, publishing version after version by ``transport``."""
 
-    def __init__(self, model: Path, folder: Path, way: str, bucket_bytes: int) -> None:
+    def __init__(self, model: Path, folder: Path, transport: str, bucket_bytes: int) -> None:
         from vcpo_megatron.learner.megatron import parallel as groups
         from vcpo_megatron.learner.megatron import platform
         from vcpo_megatron.learner.megatron.model import build_model
@@ -159,7 +190,7 @@ class Learner:
                 "model": {"path": model},
                 "train": {"steps": 1},
                 "environment": {"name": "none"},
-                "rollout": {"sync": way, "bucket_bytes": bucket_bytes, "sync_timeout_s": PATIENCE_S},
+                "rollout": {"sync": transport, "bucket_bytes": bucket_bytes, "sync_timeout_s": PATIENCE_S},
             }
         )
         platform.prepare()
@@ -261,13 +292,15 @@ class Orchestrator:
             await server.client.close()
 
 
-def measure(model: Path, way: str, folder: Path, *, bucket_bytes: int, repeats: int, url: str, vocab: int) -> Timing:
-    """One way, ``repeats`` times after a first one that opens groups and touches memory."""
-    learner = Learner(model, folder, way, bucket_bytes)
-    bare = BareBroadcast(learner.sizes, folder) if way != "disk" else None
-    run_bare: Callable[[], float] = bare.run if bare is not None else lambda: bare_disk(learner.bytes, folder)
-    updates, bares, stalls, copies, requests, fills = [], [], [], [], [], []
-    peak = Peak()
+def measure(
+    model: Path, transport: str, folder: Path, *, bucket_bytes: int, repeats: int, url: str, vocab: int
+) -> Timing:
+    """One transport, ``repeats`` times after a first one that opens groups and touches memory."""
+    learner = Learner(model, folder, transport, bucket_bytes)
+    raw = RawBroadcast(learner.sizes, folder) if transport != "disk" else None
+    run_raw: Callable[[], float] = raw.run if raw is not None else lambda: raw_disk(learner.bytes, folder)
+    updates, raws, stalls, copies, requests, fills = [], [], [], [], [], []
+    peak = PeakMemory()
 
     async def main() -> None:
         orchestrator = Orchestrator(learner, [url], vocab)
@@ -281,7 +314,7 @@ def measure(model: Path, way: str, folder: Path, *, bucket_bytes: int, repeats: 
                 await orchestrator.update()
                 updates.append(time.perf_counter() - started)
             copies.append(learner.copy())
-            bares.append(run_bare())
+            raws.append(run_raw())
             fills.append(learner.fill())
             started = time.perf_counter()
             await orchestrator.servers[0].client.model_info()
@@ -292,15 +325,15 @@ def measure(model: Path, way: str, folder: Path, *, bucket_bytes: int, repeats: 
         asyncio.run(main())
     finally:
         learner.close()
-        if bare is not None:
-            bare.close()
+        if raw is not None:
+            raw.close()
     median = statistics.median
     gather, rename = (learner.bytes / median(column) for column in zip(*fills, strict=True))
     copy = learner.bytes / median(copies)
     # on CPUs a server loads a parameter by a copy of it
-    rates = Rates(gather, rename, learner.bytes / median(bares), load=copy, copy=copy, http_s=median(requests))
-    formula = update_seconds(learner.bytes, max(learner.sizes), rates) if way == "distributed" else None
-    return Timing(way, median(updates), median(bares), median(stalls), median(copies), peak.extra, formula)
+    rates = SyncRates(gather, rename, learner.bytes / median(raws), load=copy, copy=copy, http_s=median(requests))
+    formula = update_seconds(learner.bytes, max(learner.sizes), rates) if transport == "distributed" else None
+    return Timing(transport, median(updates), median(raws), median(stalls), median(copies), peak.extra, formula)
 
 
 def measure_pauses(
@@ -361,9 +394,9 @@ def run(name: str, folder: Path, *, bucket_bytes: int, repeats: int, pauses: boo
     fits = psutil.virtual_memory().available > TENSOR_COPIES * size
     with engine_server(model, folder / f"{name}.log", 64) as url:
         timings = [
-            measure(model, way, folder, bucket_bytes=bucket_bytes, repeats=repeats, url=url, vocab=vocab)
-            for way in WAYS
-            if way != "tensor" or fits
+            measure(model, transport, folder, bucket_bytes=bucket_bytes, repeats=repeats, url=url, vocab=vocab)
+            for transport in TRANSPORTS
+            if transport != "tensor" or fits
         ]
         costs = (
             measure_pauses(model, folder, url=url, vocab=vocab, requests=8, tokens=64, repeats=repeats)
@@ -375,7 +408,7 @@ def run(name: str, folder: Path, *, bucket_bytes: int, repeats: int, pauses: boo
         "model": name,
         "bytes": size,
         "bucket_bytes": bucket_bytes,
-        "ways": rows,
+        "transports": rows,
         "pauses": [asdict(p) for p in costs],
     }
 
@@ -384,15 +417,15 @@ def table(result: dict[str, Any]) -> str:
     """The figures of one model for people."""
     lines = [
         f"{result['model']}: {result['bytes'] / 1e6:.0f} MB, buckets of {result['bucket_bytes'] / 1e6:.0f} MB",
-        "  way          update s   bare s   ratio   learner waits s   copy s   ratio   extra memory MB   formula s",
+        "  transport    update s    raw s   ratio   learner waits s   copy s   ratio   extra memory MB   formula s",
     ]
-    for row in result["ways"]:
+    for row in result["transports"]:
         lines.append(
-            f"  {row['way']:<12}{row['update_s']:9.3f}{row['bare_s']:9.3f}{row['ratio']:8.2f}"
+            f"  {row['transport']:<12}{row['update_s']:9.3f}{row['raw_s']:9.3f}{row['ratio']:8.2f}"
             f"{row['stall_s']:18.4f}{row['copy_s']:9.4f}{row['stall_ratio']:8.2f}{row['extra_bytes'] / 1e6:18.1f}"
             f"{'' if row['formula_s'] is None else format(row['formula_s'], '12.3f')}"
         )
-    if all(row["way"] != "tensor" for row in result["ways"]):
+    if all(row["transport"] != "tensor" for row in result["transports"]):
         lines.append(f"  tensor: left out, it takes {TENSOR_COPIES} times the model's bytes of memory here")
     if result["pauses"]:
         lines.append("  pause mode   server stands still s   answers end later by s")

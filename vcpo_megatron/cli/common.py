@@ -26,7 +26,7 @@ def add_command(
 def positive(text: str) -> int:
     """Type of an argument: an integer of at least 1."""
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer; give 1 or more")
     return int(text)
 
 
@@ -38,6 +38,13 @@ def refuse(problems: Sequence[str], code: int = BAD_USAGE) -> int:
     for problem in problems:
         print(ERROR_PREFIX + printable(" ".join(problem.split())), file=sys.stderr)
     return code
+
+
+def note(text: str) -> None:
+    """One line on standard error that changes nothing: what a user may want to know."""
+    from ..config.process import NOTE_PREFIX
+
+    print(NOTE_PREFIX + text, file=sys.stderr)
 
 
 def say(text: str) -> None:

@@ -119,7 +119,7 @@ def _number(text: str) -> float:
     with contextlib.suppress(ValueError):
         if text.isascii():
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number")
+    raise argparse.ArgumentTypeError(f"{text!r} is no number; give one, as in 0.5")
 
 
 class _Stopped(KeyboardInterrupt):

@@ -17,16 +17,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..config.schema import EnvironmentConfig
-from .base import Action, EnvironmentSetupError, Example, Observation, Outcome, Problems, fingerprint
+from .base import Action, EnvironmentSetupError, Example, Observation, Outcome, Problems, fingerprint, parse_options
 from .chat import ChatTemplate
-from .options import parse_options
 
 NAME = "arithmetic"
 
 Pair = tuple[int, int]
 
 
-class Options(BaseModel):
+class ArithmeticOptions(BaseModel):
     """``environment.options``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -80,7 +79,7 @@ class Arithmetic:
     def __init__(self, config: EnvironmentConfig, tokenizer_dir: Path, seed: int) -> None:
         """Raises EnvironmentSetupError with all problems of options and model folder together."""
         problems = Problems()
-        options = Options()
+        options = ArithmeticOptions()
         with problems.collect():
             options = _parse_options(config)
         with problems.collect():
@@ -118,8 +117,8 @@ class Arithmetic:
         return self._chat.tokens([{"role": "user", "content": content}])
 
 
-def _parse_options(config: EnvironmentConfig) -> Options:
-    options = parse_options(Options, config.options, NAME)
+def _parse_options(config: EnvironmentConfig) -> ArithmeticOptions:
+    options = parse_options(ArithmeticOptions, config.options, NAME)
     problems = [
         f"environment.{key}: {NAME} makes its own prompts; remove it"
         for key in ("data", "heldout")
@@ -137,7 +136,7 @@ def _parse_options(config: EnvironmentConfig) -> Options:
     return options
 
 
-def _draw_heldout(options: Options, seed: int) -> list[Pair]:
+def _draw_heldout(options: ArithmeticOptions, seed: int) -> list[Pair]:
     """Distinct pairs of the held-out stream."""
     found: dict[Pair, None] = {}
     index = 0

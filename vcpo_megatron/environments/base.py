@@ -19,12 +19,16 @@ another answer (token budget or context): ``step`` must then return an ``Outcome
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 
 class EnvironmentSetupError(ValueError):
@@ -124,6 +128,28 @@ class Problems:
     def raise_if_any(self) -> None:
         if self.found:
             raise EnvironmentSetupError(*self.found)
+
+
+_Options = TypeVar("_Options", bound=BaseModel)
+
+
+def parse_options(model: type[_Options], options: Mapping[str, Any], environment: str) -> _Options:
+    """``environment.options`` as ``model``; EnvironmentSetupError names each bad value and what is allowed."""
+    try:
+        return model(**options)
+    except ValidationError as error:
+        allowed = ", ".join(model.model_fields)
+        raise EnvironmentSetupError(
+            *(f"{_explain(model, item)} (options of {environment}: {allowed})" for item in error.errors())
+        ) from error
+
+
+def _explain(model: type[BaseModel], item: ErrorDetails) -> str:
+    name = f"environment.options.{'.'.join(map(str, item['loc']))}"
+    if item["type"] != "extra_forbidden":
+        return f"{name} = {item['input']!r}: {item['msg'].lower()}"
+    near = difflib.get_close_matches(str(item["loc"][-1]), model.model_fields, 1)
+    return f"{name}: unknown key" + (f"; did you mean environment.options.{near[0]}?" if near else "")
 
 
 def fingerprint(*parts: object) -> str:

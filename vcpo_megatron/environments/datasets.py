@@ -19,14 +19,14 @@ from .base import EnvironmentSetupError
 
 
 @dataclass(frozen=True)
-class Row:
-    """One record. ``where`` is "FILE: line N", for errors; ``values`` are by the environment's names."""
+class DatasetRecord:
+    """One record of a file. ``where`` is "FILE: line N", for errors; ``values`` are by the environment's names."""
 
     where: str
     values: Mapping[str, Any]
 
 
-def read_rows(path: Path, wanted: Sequence[str], fields: Mapping[str, str]) -> list[Row]:
+def read_records(path: Path, wanted: Sequence[str], fields: Mapping[str, str]) -> list[DatasetRecord]:
     """All records of ``path`` (.jsonl, or .parquet, which needs pyarrow), reduced to ``wanted``.
 
     Raises EnvironmentSetupError for a missing, unreadable, malformed or empty file and for a record that
@@ -43,10 +43,10 @@ def read_rows(path: Path, wanted: Sequence[str], fields: Mapping[str, str]) -> l
             f"it reads {', '.join(map(repr, wanted))}"
         )
     names = {name: fields.get(name, name) for name in wanted}
-    rows = [Row(where, _pick(record, names, where)) for where, record in readers[path.suffix](path)]
-    if not rows:
+    records = [DatasetRecord(where, _pick(record, names, where)) for where, record in readers[path.suffix](path)]
+    if not records:
         raise EnvironmentSetupError(f"{path}: the file holds no record; give at least one")
-    return rows
+    return records
 
 
 def _pick(record: Mapping[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:

@@ -20,16 +20,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
 from ..config.schema import EnvironmentConfig
-from .base import Action, EnvironmentSetupError, Example, Observation, Outcome, Problems, fingerprint
-from .datasets import Row, ShuffledOrder, read_rows
-from .options import parse_options
+from .base import Action, EnvironmentSetupError, Example, Observation, Outcome, Problems, fingerprint, parse_options
+from .datasets import DatasetRecord, ShuffledOrder, read_records
 from .tokenizer import load_tokenizer
 
 NAME = "modular_sum"
 HELDOUT_PROMPTS = 512
 
 
-class Options(BaseModel):
+class ModularSumOptions(BaseModel):
     """``environment.options``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -62,14 +61,14 @@ def write_prompts(path: Path, prompts: Iterable[str]) -> None:
 
 def read_prompts(path: Path, digits: int, fields: Mapping[str, str] | None = None) -> list[str]:
     """Prompts of a file, each of ``digits`` digits; EnvironmentSetupError names the first bad line."""
-    return [_checked_prompt(row, digits) for row in read_rows(path, ("prompt",), fields or {})]
+    return [_checked_prompt(record, digits) for record in read_records(path, ("prompt",), fields or {})]
 
 
-def _checked_prompt(row: Row, digits: int) -> str:
-    prompt = row.values["prompt"]
+def _checked_prompt(record: DatasetRecord, digits: int) -> str:
+    prompt = record.values["prompt"]
     if not (isinstance(prompt, str) and len(prompt) == digits and prompt.isascii() and prompt.isdecimal()):
         raise EnvironmentSetupError(
-            f"{row.where}: prompt {prompt!r} is not a text of {digits} digits; "
+            f"{record.where}: prompt {prompt!r} is not a text of {digits} digits; "
             "correct it, or set environment.options.digits"
         )
     return prompt
@@ -100,9 +99,9 @@ class ModularSum:
     def __init__(self, config: EnvironmentConfig, tokenizer_dir: Path, seed: int) -> None:
         """Raises EnvironmentSetupError with all problems of options, tokenizer and files together."""
         problems = Problems()
-        options = Options()
+        options = ModularSumOptions()
         with problems.collect():
-            options = parse_options(Options, config.options, NAME)
+            options = parse_options(ModularSumOptions, config.options, NAME)
         with problems.collect():
             self._tokenizer, self._ids = _tokens_of(tokenizer_dir)
         self._options = options

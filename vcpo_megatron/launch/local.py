@@ -6,7 +6,7 @@
 
 Exit codes: 0 done; 1 failed, with one line on standard error; 2 a process refused the configuration; 128 + N
 stopped by signal N (SIGINT 130, SIGTERM 143, SIGHUP 129): after a checkpoint on the first signal, at once on the
-second. 138: stopped by SIGUSR1, a batch system's warning, or by ``Options.max_hours``, after a checkpoint.
+second. 138: stopped by SIGUSR1, a batch system's warning, or by ``LaunchOptions.max_hours``, after a checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def module_command(process: Process) -> Sequence[str]:
 
 
 @dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """``resume`` continues from the complete checkpoint ``from_step``, by default the newest one, or from the start
     when there is none. ``max_hours``: the run is stopped after so long, with a checkpoint."""
 
@@ -55,7 +55,11 @@ class Options:
 
 
 def run(
-    config: RunConfig, directory: RunDirectory, options: Options = Options(), *, command: Command = module_command
+    config: RunConfig,
+    directory: RunDirectory,
+    options: LaunchOptions = LaunchOptions(),
+    *,
+    command: Command = module_command,
 ) -> int:
     """Run ``config`` in ``directory`` to its end and return the exit code for the shell; see the module.
 
@@ -79,7 +83,7 @@ def run(
 
 
 def _run_locked(
-    config: RunConfig, directory: RunDirectory, options: Options, command: Command, plan: Plan, ports: Ports
+    config: RunConfig, directory: RunDirectory, options: LaunchOptions, command: Command, plan: Plan, ports: Ports
 ) -> int:
     if not options.resume:
         workspace.refuse_used(directory)
@@ -115,7 +119,7 @@ def _run_locked(
     return ending.exit_code
 
 
-def _context(directory: RunDirectory, plan: Plan, ports: Ports, options: Options) -> ProcessContext:
+def _context(directory: RunDirectory, plan: Plan, ports: Ports, options: LaunchOptions) -> ProcessContext:
     step = workspace.chosen_checkpoint(directory, options.from_step) if options.resume else None
     attempt = workspace.next_attempt(directory)
     if not options.resume:
@@ -202,22 +206,21 @@ def _complain(message: str) -> None:
     print(f"{ERROR_PREFIX}{message}", file=sys.stderr, flush=True)
 
 
+def _warn(message: str) -> None:
+    print(f"{WARNING_PREFIX}{message}", file=sys.stderr, flush=True)
+
+
 def _report(ending: Ending, config: RunConfig, directory: RunDirectory) -> None:
     """The last lines of a run: what happened, what was reached, how to go on."""
     for warning in ending.warnings:
-        print(f"{WARNING_PREFIX}{warning}", file=sys.stderr, flush=True)
+        _warn(warning)
     if ending.error is not None:
         _complain(ending.error + workspace.full_disk(directory))
     rows = read_rows(directory.metrics)
     done = int(rows[-1]["step"]) + 1 if rows else 0
     newest = workspace.newest_checkpoint(directory) or 0
     if ending.exit_code == 0 and done < newest:
-        print(
-            f"{WARNING_PREFIX}{directory.metrics} holds {done} of {newest} steps: it was removed or changed while "
-            "the run wrote it",
-            file=sys.stderr,
-            flush=True,
-        )
+        _warn(f"{directory.metrics} holds {done} of {newest} steps: it was removed or changed while the run wrote it")
     parts = [f"{done} of {config.train.steps} steps"]
     evaluated = [row for row in rows if math.isfinite(row.get("eval/accuracy", math.nan))]
     if evaluated:

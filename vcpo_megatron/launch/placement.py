@@ -70,6 +70,18 @@ class Plan:
     def servers(self) -> tuple[Process, ...]:
         return self.of("server")
 
+    def table(self, directory: Path) -> str:
+        """The processes as text, one a line, with their logs in the run directory ``directory``."""
+        rows = [("role", "rank", "host", "devices", "port", "log")]
+        for process in self.processes:
+            port = {None: "-", 0: "any free"}.get(process.port, str(process.port))
+            devices = f"gpu {','.join(process.devices)}" if process.devices else "cpu"
+            rows.append((process.role, str(process.rank), process.host, devices, port, str(directory / process.log)))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        return "\n".join(
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in rows
+        )
+
 
 def plan_local(config: RunConfig, *, gpus: Sequence[str] = (), host: str = "127.0.0.1") -> Plan:
     """Processes of ``config`` on one host with the GPUs ``gpus``; without any, all run on CPUs.
@@ -79,16 +91,16 @@ def plan_local(config: RunConfig, *, gpus: Sequence[str] = (), host: str = "127.
     processes are more than any host runs.
     """
     ranks = config.launch.learner_ranks
-    servers, ways = config.rollout.started, config.rollout.tensor_parallel
+    servers, size = config.rollout.started, config.rollout.tensor_parallel
     if ranks + servers > MAX_PROCESSES:
         raise PlacementError(
             f"launch.learner_ranks = {ranks} and rollout.servers = {servers} are {ranks + servers} processes, one host "
             f"runs at most {MAX_PROCESSES}; lower them"
         )
-    if gpus and len(gpus) < ranks + servers * ways:
-        each = f" of {ways} GPUs each" if ways > 1 else ""
+    if gpus and len(gpus) < ranks + servers * size:
+        each = f" of {size} GPUs each" if size > 1 else ""
         raise PlacementError(
-            f"launch.learner_ranks = {ranks} and rollout.servers = {servers}{each} need {ranks + servers * ways} GPUs, "
+            f"launch.learner_ranks = {ranks} and rollout.servers = {servers}{each} need {ranks + servers * size} GPUs, "
             f"{len(gpus)} visible; lower them, or hide the GPUs (CUDA_VISIBLE_DEVICES= ) to run on CPUs"
         )
 
@@ -102,6 +114,6 @@ def plan_local(config: RunConfig, *, gpus: Sequence[str] = (), host: str = "127.
         processes.append(process("learner", rank, gpus[rank : rank + 1], port))
     for rank in range(servers):
         port = config.rollout.port + rank if config.rollout.port else 0
-        first = ranks + rank * ways
-        processes.append(process("server", rank, gpus[first : first + ways], port))
+        first = ranks + rank * size
+        processes.append(process("server", rank, gpus[first : first + size], port))
     return Plan(tuple(processes))

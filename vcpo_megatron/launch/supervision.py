@@ -63,7 +63,7 @@ class Child:
         return self.process.returncode
 
     def describe(self) -> str:
-        """One line for the user: how it ended, its log and its last words."""
+        """One line for the user: how it ended, its log and its last message."""
         code = self.exit_code
         how = "still runs" if code is None else f"ended with exit code {code}"
         if code is not None and code < 0:
@@ -71,7 +71,7 @@ class Child:
         message = last_error(self.log)
         return f"{self.name} {how}; log: {self.log}" + (f"; last message: {message}" if message else "")
 
-    def was_told_to_end(self) -> bool:
+    def ended_by_orchestrator(self) -> bool:
         """Whether a learner rank failed only because the orchestrator, which has the reason, had ended the run."""
         return self.role == "learner" and ENDED_BY_ORCHESTRATOR in (last_error(self.log) or "")
 
@@ -254,7 +254,7 @@ class Supervisor:
         """The orchestrator ended well: learner ranks follow within their grace, or are killed."""
         deadline = time.monotonic() + min(LEARNER_GRACE_S, self._timeout_s)
         if self._orchestrator.exit_code != 0:
-            deadline = 0.0  # stopped before it had told the learner anything
+            deadline = 0.0  # stopped before it had sent the learner anything
         while time.monotonic() < deadline and not self._is_urgent() and self._alive(self._learners):
             time.sleep(POLL_S)
             self._poll()
@@ -272,7 +272,7 @@ class Supervisor:
             time.sleep(POLL_S)
             self._poll()
         culprit = min((child for child in self._children if self._failed(child)), key=_blame)
-        if culprit.was_told_to_end():
+        if culprit.ended_by_orchestrator():
             culprit = self._origin(culprit)
         error = culprit.describe()  # before the others are killed and write into their logs
         self._kill_all()

@@ -1,4 +1,4 @@
-"""The run directory before any process starts: may it be used, by whom, and from which step."""
+"""The run directory before any process starts: where it is, may it be used, by whom, and from which step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..run.directory import RunDirectory, write_atomically
+from ..run.errors import ConfigError
 
 #: A disk with less than this free is full, in bytes.
 _FULL = 2**20
@@ -19,6 +21,53 @@ _FULL = 2**20
 
 class RunDirectoryError(RuntimeError):
     """The run directory cannot be used; the message names it and the remedy."""
+
+
+def _run_name(config: Path) -> str:
+    """Folder of the example for examples/NAME/run.toml, else the file's own name."""
+    return config.absolute().parent.name if config.stem == "run" else config.stem
+
+
+def new_run_directory(config: Path) -> Path:
+    """runs/NAME-TIMESTAMP for the configuration file ``config``; it does not exist yet."""
+    first = Path("runs") / f"{_run_name(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidate, number = first, 1
+    while candidate.exists():
+        number += 1
+        candidate = first.with_name(f"{first.name}-{number}")
+    return candidate
+
+
+def newest_run_directory(config: Path) -> Path:
+    """The newest of runs/NAME-*; ConfigError when there is none."""
+    pattern = f"{_run_name(config)}-[0-9]*-[0-9]*"
+    found = [path.parent for path in Path("runs").glob(f"{pattern}/resolved.toml")]
+    if not found:
+        raise ConfigError([f"--resume: no run directory runs/{_run_name(config)}-*; give one with --run-dir"])
+    return max(found, key=lambda path: (path / "resolved.toml").stat().st_mtime)
+
+
+def run_directory_problems(directory: RunDirectory, *, resume: bool) -> list[str]:
+    """Why a run cannot be kept in ``directory``, one line each; nothing is written to find out."""
+    path = directory.path
+    if path.exists() and not path.is_dir():
+        return [f"--run-dir {path}: is a file; give a folder"]
+    found = []
+    if not resume and path.is_dir() and not all(_is_left_over(entry.name) for entry in path.iterdir()):
+        found.append(f"--run-dir {path}: exists and is not empty; give another one, or --resume")
+    ancestor = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    if not (ancestor.is_dir() and os.access(ancestor, os.W_OK | os.X_OK)):
+        found.append(f"--run-dir {path}: cannot write in {ancestor}; give another one")
+    return found
+
+
+def _is_left_over(name: str) -> bool:
+    """Whether a start that failed before its first rollout leaves a file of this name."""
+    return (
+        name in {".lock", "attempts", "logs", "resolved.toml"}
+        or name.startswith(".writable.")
+        or (name.startswith(".") and name.endswith(".tmp"))
+    )
 
 
 def prepare(directory: RunDirectory) -> None:

@@ -34,7 +34,6 @@ REDUCERS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "last": _last,
     "mean": _mean,
     "sum": math.fsum,
-    "min": min,
     "max": max,
     "p95": _p95,
 }
@@ -56,70 +55,287 @@ def reduce(reducer: str, values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``unit`` is "" for pure numbers; ``reducer`` is a key of ``REDUCERS``."""
+    """``unit`` is "" for pure numbers; ``reducer`` is a key of ``REDUCERS``. ``healthy``: values of a run that is well;
+    ``otherwise``: what other values mean, and what to do. All of it is in docs/metrics.md, which is made from here."""
 
     description: str
     unit: str = ""
     reducer: str = "last"
+    healthy: str = ""
+    otherwise: str = ""
 
 
 #: Every key that a row of ``metrics.jsonl`` may hold. Counters ("rollouts/...") count trajectories since the start
 #: of the run, attempts before a resume included; everything else speaks of the one step of its row.
 METRICS: Mapping[str, Metric] = {
-    "step": Metric("index of the optimizer step, from 0; it makes policy version step + 1"),
-    "policy_version": Metric("number of the policy version that the step made"),
-    "loss": Metric("- sum of (R_i - b_g) / std_g w_i times the normalised log-prob", reducer="sum"),
-    "reward/mean": Metric("reward of the trajectories trained on", reducer="mean"),
-    "eval/accuracy": Metric("mean reward over the held-out prompts, one sample each; only where it was evaluated"),
-    "eval/version": Metric("number of the policy version that eval/accuracy speaks of"),
-    "ess/ratio": Metric("effective sample size of the raw sequence weights over N, in [1/N, 1]"),
-    "ess/ratio_truncated": Metric("the same with weights truncated at is_threshold"),
-    "ess/lr_scale": Metric("factor on the learning rate: min(1, ratio / base_ess_ratio) ^ p"),
-    "lr/effective": Metric("learning rate used: schedule times ess/lr_scale"),
-    "weight/max": Metric("largest truncated importance weight", reducer="max"),
-    "grad_norm/total": Metric("norm of the whole gradient before clipping"),
-    "grad_norm/trajectory_mean": Metric("norm of a trajectory's unweighted score gradient |g_i|", reducer="mean"),
-    "grad_norm/trajectory_max": Metric("largest |g_i|", reducer="max"),
-    "baseline/fallbacks": Metric("groups whose OPOB baseline had no finite term: group mean used", "groups", "sum"),
-    "baseline/accumulator_error": Metric(
-        "relative error of bf16 accumulators against fp32 on one row a parameter; 0 in fp32", reducer="max"
+    "step": Metric(
+        "index of the optimizer step, from 0; it makes policy version step + 1",
+        healthy="counts up by 1",
     ),
-    "groups/zero_variance": Metric("groups of equal rewards: no backward", "groups", "sum"),
-    "kl/behavior": Metric("mean over trained tokens of log mu - log pi, estimate of KL(mu, pi)", "nats", "mean"),
-    "mismatch/mean": Metric(
-        "mean |log pi - log mu| over trained tokens that the version before the step sampled", "nats", "mean"
+    "policy_version": Metric(
+        "number of the policy version that the step made",
+        healthy="step + 1",
     ),
-    "mismatch/max": Metric("the largest of them", "nats", "max"),
-    "mismatch/tokens": Metric("trained tokens that the version before the step sampled", "tokens", "sum"),
-    "kl/reference": Metric("mean over trained tokens of the estimate of KL(pi, reference)", "nats", "mean"),
-    "entropy": Metric("entropy of the policy, mean over trained tokens", "nats", "mean"),
-    "experts/balance": Metric(
-        "mean over layers of E sum f_e P_e, f_e and P_e an expert's shares of tokens and of probability: 1 when even; "
-        "only with global_aux_loss",
+    "loss": Metric(
+        "- sum of (R_i - b_g) / std_g w_i times the normalised log-prob",
+        reducer="sum",
+        healthy="around 0 with either sign: it is no measure of progress",
+        otherwise="look at `eval/accuracy`",
+    ),
+    "reward/mean": Metric(
+        "reward of the trajectories trained on",
         reducer="mean",
+        healthy="rises; it is up to `max_staleness` versions old",
+        otherwise="flat from the start: is the reward ever above 0? see `groups/zero_variance`",
     ),
-    "staleness/mean": Metric("learner version at use - oldest version that sampled a token", "versions", "mean"),
-    "staleness/p95": Metric("95th percentile of the staleness, nearest rank", "versions", "p95"),
-    "staleness/max": Metric("largest staleness", "versions", "max"),
-    "staleness/admitted": Metric("lag that may be admitted now; only with staleness.adaptive", "versions"),
-    "rollouts/generated": Metric("trajectories admitted", "trajectories"),
-    "rollouts/queued": Metric("trajectories admitted and not ended", "trajectories"),
-    "rollouts/trained": Metric("trajectories trained on", "trajectories"),
-    "rollouts/dropped": Metric("trajectories dropped, for any reason", "trajectories"),
-    "rollouts/failed": Metric("trajectories failed, for any reason", "trajectories"),
-    "tokens/trained": Metric("sampled tokens trained on", "tokens", "sum"),
-    "tokens/padded": Metric("tokens of padding that went through the model", "tokens", "sum"),
-    "time/step": Metric("from one step's end to the next one's", "s"),
-    "time/wait_batch": Metric("the learner waited for a batch", "s", "sum"),
-    "time/forward_backward": Metric("forward and backward of all micro-batches", "s", "sum"),
-    "time/sync": Metric("longest update of servers that ended since the row before, 0 if none", "s", "sum"),
+    "eval/accuracy": Metric(
+        "mean reward over the held-out prompts, one sample each; only where it was evaluated",
+        healthy="rises, with a standard error of sqrt(p (1 - p) / prompts)",
+        otherwise="falls while `reward/mean` rises: the reward is being gamed, or the prompts are few",
+    ),
+    "eval/version": Metric(
+        "number of the policy version that eval/accuracy speaks of",
+        healthy="a multiple of `train.eval_every`",
+    ),
+    "ess/ratio": Metric(
+        "effective sample size of the raw sequence weights over N, in [1/N, 1]",
+        healthy="0.6 to 1 in nine steps of ten",
+        otherwise=(
+            "below 0.3 for many steps: `optimizer.lr` is too high for `staleness.max_staleness`; lower "
+            "either, or `staleness.adaptive`"
+        ),
+    ),
+    "ess/ratio_truncated": Metric(
+        "the same with weights truncated at is_threshold",
+        healthy="near `ess/ratio`",
+        otherwise="far above it: a few weights beyond `algorithm.is_threshold` make the difference",
+    ),
+    "ess/lr_scale": Metric(
+        "factor on the learning rate: min(1, ratio / base_ess_ratio) ^ p",
+        healthy="0.8 to 1",
+        otherwise="as for `ess/ratio`; always 1: `algorithm.ess_scaling` is off",
+    ),
+    "lr/effective": Metric(
+        "learning rate used: schedule times ess/lr_scale",
+        healthy="follows the schedule",
+    ),
+    "weight/max": Metric(
+        "largest truncated importance weight",
+        reducer="max",
+        healthy="1 to 4",
+        otherwise="at `algorithm.is_threshold` step after step: as for `ess/ratio`",
+    ),
+    "grad_norm/total": Metric(
+        "norm of the whole gradient before clipping",
+        healthy="mostly below `optimizer.clip_grad`",
+        otherwise="always above it: every step is clipped; lower `optimizer.lr`, or raise `optimizer.clip_grad`",
+    ),
+    "grad_norm/trajectory_mean": Metric(
+        "norm of a trajectory's unweighted score gradient |g_i|",
+        reducer="mean",
+        healthy="falls as the policy becomes sure",
+    ),
+    "grad_norm/trajectory_max": Metric(
+        "largest |g_i|",
+        reducer="max",
+        healthy="within a few tens of the mean",
+        otherwise=(
+            "one trajectory dominates: OPOB takes its reward as baseline; very long answers want "
+            '`loss_normalization = "sequence_token_mean"`'
+        ),
+    ),
+    "baseline/fallbacks": Metric(
+        "groups whose OPOB baseline had no finite term: group mean used",
+        unit="groups",
+        reducer="sum",
+        healthy="0",
+        otherwise="norms of 0 or not finite: is a layer frozen, is `step/skipped` 1?",
+    ),
+    "baseline/accumulator_error": Metric(
+        "relative error of bf16 accumulators against fp32 on one row a parameter; 0 in fp32",
+        reducer="max",
+        healthy="below 0.01",
+        otherwise='`algorithm.opob_accumulator_dtype = "float32"`',
+    ),
+    "groups/zero_variance": Metric(
+        "groups of equal rewards: no backward",
+        unit="groups",
+        reducer="sum",
+        healthy="well below `train.groups_per_step` until the end",
+        otherwise=(
+            "all of them at the start: prompts are too hard or too easy; `train.drop_zero_variance`, a "
+            "larger `train.group_size`"
+        ),
+    ),
+    "kl/behavior": Metric(
+        "mean over trained tokens of log mu - log pi, estimate of KL(mu, pi)",
+        unit="nats",
+        reducer="mean",
+        healthy="0 to 0.1",
+        otherwise="large although answers are young: look at `mismatch/mean`",
+    ),
+    "mismatch/mean": Metric(
+        "mean |log pi - log mu| over trained tokens that the version before the step sampled",
+        unit="nats",
+        reducer="mean",
+        healthy="rounding: 1e-6 in float32",
+        otherwise="above `observability.mismatch_warning` the log names likely causes (method.md)",
+    ),
+    "mismatch/max": Metric(
+        "the largest of them",
+        unit="nats",
+        reducer="max",
+        healthy="a few times the mean",
+        otherwise="one token far off: a sampling option that changes the distribution",
+    ),
+    "mismatch/tokens": Metric(
+        "trained tokens that the version before the step sampled",
+        unit="tokens",
+        reducer="sum",
+        healthy="above 0 now and then",
+        otherwise="always 0: nothing is young enough to be compared; evaluate at `staleness.max_staleness = 0` once",
+    ),
+    "kl/reference": Metric(
+        "mean over trained tokens of the estimate of KL(pi, reference)",
+        unit="nats",
+        reducer="mean",
+        healthy="grows slowly; 0 without `algorithm.kl_reference`",
+        otherwise="raise `algorithm.kl_coef` or lower `optimizer.lr`",
+    ),
+    "entropy": Metric(
+        "entropy of the policy, mean over trained tokens",
+        unit="nats",
+        reducer="mean",
+        healthy="falls slowly",
+        otherwise=(
+            "near 0 while accuracy stands still: the policy has collapsed; lower `optimizer.lr`, set "
+            "`algorithm.entropy_coef`"
+        ),
+    ),
+    "experts/balance": Metric(
+        "mean over layers of E sum f_e P_e, f_e and P_e an expert's shares of tokens and of "
+        "probability: 1 when even; only with global_aux_loss",
+        reducer="mean",
+        healthy="near 1",
+        otherwise="raise `algorithm.global_aux_loss`",
+    ),
+    "staleness/mean": Metric(
+        "learner version at use - oldest version that sampled a token",
+        unit="versions",
+        reducer="mean",
+        healthy="below `max_staleness` once the queue of the start is used up",
+        otherwise="at the bound: the learner is the slower side; more learner ranks, or a smaller bound costs no time",
+    ),
+    "staleness/p95": Metric(
+        "95th percentile of the staleness, nearest rank",
+        unit="versions",
+        reducer="p95",
+        healthy="near the mean",
+        otherwise="far above it: a few very long answers; `rollout.max_new_tokens`",
+    ),
+    "staleness/max": Metric(
+        "largest staleness",
+        unit="versions",
+        reducer="max",
+        healthy="never above `staleness.max_staleness`",
+        otherwise="that would be a defect: please report it",
+    ),
+    "staleness/admitted": Metric(
+        "lag that may be admitted now; only with staleness.adaptive",
+        unit="versions",
+        healthy="moves between 0 and the bound",
+        otherwise="always 0: the run is synchronous; lower `optimizer.lr`",
+    ),
+    "rollouts/generated": Metric(
+        "trajectories admitted",
+        unit="trajectories",
+        healthy="grows steadily",
+    ),
+    "rollouts/queued": Metric(
+        "trajectories admitted and not ended",
+        unit="trajectories",
+        healthy="at most (max_staleness + 1) x batch",
+        otherwise="near 0: servers are the slower side",
+    ),
+    "rollouts/trained": Metric(
+        "trajectories trained on",
+        unit="trajectories",
+        healthy="grows by a batch a step",
+    ),
+    "rollouts/dropped": Metric(
+        "trajectories dropped, for any reason",
+        unit="trajectories",
+        healthy="0, or few after a resume",
+        otherwise="`vcpo report RUN_DIR` says why: `expired` wants a longer `staleness.wait_s`",
+    ),
+    "rollouts/failed": Metric(
+        "trajectories failed, for any reason",
+        unit="trajectories",
+        healthy="0",
+        otherwise="`vcpo report RUN_DIR` says why; environments.md",
+    ),
+    "tokens/trained": Metric(
+        "sampled tokens trained on",
+        unit="tokens",
+        reducer="sum",
+        healthy="answers x their length",
+        otherwise="at the limit: answers are cut at `rollout.max_new_tokens`",
+    ),
+    "tokens/padded": Metric(
+        "tokens of padding that went through the model",
+        unit="tokens",
+        reducer="sum",
+        healthy="below a tenth of all tokens",
+        otherwise="raise `train.max_pack_tokens`; layouts that cut packs pad more (layouts.md)",
+    ),
+    "time/step": Metric(
+        "from one step's end to the next one's",
+        unit="s",
+        healthy="`time/forward_backward` and little more",
+        otherwise="see the four below",
+    ),
+    "time/wait_batch": Metric(
+        "the learner waited for a batch",
+        unit="s",
+        reducer="sum",
+        healthy="near 0",
+        otherwise="servers are the slower side: more of them, or a larger `staleness.max_staleness`",
+    ),
+    "time/forward_backward": Metric(
+        "forward and backward of all micro-batches",
+        unit="s",
+        reducer="sum",
+        healthy="most of `time/step`",
+        otherwise="learner ranks, layout, `algorithm.opob_mode` (per_trajectory_gradients.md)",
+    ),
+    "time/sync": Metric(
+        "longest update of servers that ended since the row before, 0 if none",
+        unit="s",
+        reducer="sum",
+        healthy="below `time/step`: it runs beside the next step",
+        otherwise="above it, versions arrive late and staleness grows",
+    ),
     "sync/verified": Metric(
         "updates of servers whose checksums agreed, since the row before; only with rollout.verify_sync",
-        "updates",
-        "sum",
+        unit="updates",
+        reducer="sum",
+        healthy="servers times versions, over several rows",
+        otherwise="0 row after row: nothing could be compared, see weight_sync.md",
     ),
-    "time/sync_stall": Metric("learner rank 0 stood still to copy the weights that this step starts from", "s"),
-    "step/skipped": Metric("1 when parameters were left unchanged (non-finite step), else 0"),
+    "time/sync_stall": Metric(
+        "learner rank 0 stood still to copy the weights that this step starts from",
+        unit="s",
+        healthy="the time of one copy of its shards, well below `time/step`",
+        otherwise="far above it, versions wait to be taken over: `time/sync` is too long, see weight_sync.md",
+    ),
+    "step/skipped": Metric(
+        "1 when parameters were left unchanged (non-finite step), else 0",
+        healthy="0",
+        otherwise=(
+            "once in a while: harmless; 10 in a row end the run: lower `optimizer.lr`, look at "
+            "`grad_norm/trajectory_max` of the steps before"
+        ),
+    ),
 }
 
 

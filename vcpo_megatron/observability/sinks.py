@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -152,14 +152,13 @@ class JsonlFollower:
     """Reads the rows that are added to ``path``; the file need not exist yet.
 
     When the file is replaced or shortened (``cut_back``), it is read again from its start: a consumer that keeps
-    rows keys them by ``step``. A line that is not an object is counted in ``bad_lines`` and left out.
+    rows keys them by ``step``. A line that is not an object is left out.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._inode: int | None = None
         self._position = 0
-        self.bad_lines = 0
 
     def poll(self) -> list[dict[str, Any]]:
         """Whole rows written since the last call; does not block."""
@@ -185,7 +184,6 @@ class JsonlFollower:
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            self.bad_lines += 1
             return None
         return {name: math.nan if value is None else value for name, value in row.items()}
 
@@ -193,14 +191,3 @@ class JsonlFollower:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """All whole rows of ``path``, in order; no file is no row."""
     return JsonlFollower(path).poll()
-
-
-def follow(path: Path, *, poll_s: float = 0.5, deadline: float = math.inf) -> Iterator[dict[str, Any]]:
-    """Rows of ``path`` as they are written, until ``time.monotonic()`` passes ``deadline``."""
-    follower = JsonlFollower(path)
-    while True:
-        last_look = time.monotonic() >= deadline
-        yield from follower.poll()
-        if last_look:
-            return
-        time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.messages import assert_said, cases
 from tests.models.test_shape import DEEPSEEK_V3
 from vcpo_megatron.config.checks.problems import problems
 from vcpo_megatron.config.checks.servers import installed_sglang
@@ -86,54 +87,40 @@ def test_values_at_the_limit_are_allowed(make: Callable[..., RunConfig], changes
 #: A run whose requests go through a router.
 ROUTED = [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("rollout.router", "http://r:1")]
 
+#: What is wrong, and the key with its value that the problem names; the whole lines are in golden/messages.json.
 BAD = [
-    ([("parallel.context", 2)], "launch.learner_ranks = 1", "; 2 would be"),
-    ([("parallel.expert", 2), ("launch.learner_ranks", 2)], "parallel.expert = 2", "has no experts"),
-    ([("parallel.expert_tensor", 2), ("launch.learner_ranks", 2)], "parallel.expert_tensor = 2", "has no experts"),
-    ([("rollout.routing_replay", True)], "rollout.routing_replay = true", "has no experts; set it to false"),
-    ([("parallel.virtual_pipeline", 2)], "parallel.virtual_pipeline = 2", "needs parallel.pipeline of at least 2"),
+    ([("parallel.context", 2)], "launch.learner_ranks = 1"),
+    ([("parallel.expert", 2), ("launch.learner_ranks", 2)], "parallel.expert = 2"),
+    ([("parallel.expert_tensor", 2), ("launch.learner_ranks", 2)], "parallel.expert_tensor = 2"),
+    ([("rollout.routing_replay", True)], "rollout.routing_replay = true"),
+    ([("parallel.virtual_pipeline", 2)], "parallel.virtual_pipeline = 2"),
     (
         [("parallel.virtual_pipeline", 2), ("parallel.pipeline", 2), ("launch.learner_ranks", 2)],
         "parallel.virtual_pipeline = 2",
-        "= 4 does not divide the 2 layers",
     ),
     (
         [("parallel.expert_dispatcher", "allgather"), ("parallel.pipeline", 2), ("launch.learner_ranks", 2)],
         'parallel.expert_dispatcher = "allgather"',
-        "packs of one length",
     ),
-    ([("parallel.sequence_parallel", True)], "parallel.sequence_parallel = true", "needs parallel.tensor"),
-    ([("parallel.tensor", 2), ("launch.learner_ranks", 3)], "launch.learner_ranks = 3", "; 2 would be"),
-    ([("parallel.tensor", 2)], "launch.learner_ranks = 1", "; 2 would be"),
-    ([("launch.learner_ranks", 5)], "train.groups_per_step = 4", "fewer than the 5 data-parallel replicas"),
-    (
-        [("parallel.tensor", 2), ("launch.learner_ranks", 2), ("model.vocab_multiple", 3)],
-        "model.vocab_multiple = 3",
-        "not divisible by parallel.tensor = 2",
-    ),
-    ([("model.vocab_multiple", 1025)], "model.vocab_multiple = 1025", "give at most 1024"),
-    ([("parallel.tensor", 4), ("launch.learner_ranks", 4)], "parallel.tensor = 4", "does not divide the 2 key-value"),
-    ([("parallel.pipeline", 4), ("launch.learner_ranks", 4)], "parallel.pipeline = 4", "does not divide the 2 layers"),
-    ([("algorithm.is_level", "none")], 'algorithm.is_level = "none"', "allow_uncorrected = true"),
-    ([("algorithm.method", "rloo")], 'algorithm.method = "rloo"', "allow_uncorrected = true"),
-    (
-        [("algorithm.method", "gspo"), ("algorithm.baseline", "opob")],
-        'algorithm.baseline = "opob"',
-        'method = "gspo" is not linear in the advantage',
-    ),
-    ([("algorithm.method", "grpo"), ("algorithm.is_level", "token")], 'algorithm.is_level = "token"', "in its own way"),
-    ([("algorithm.method", "grpo"), ("algorithm.ratio_low", 1.5)], "algorithm.ratio_low = 1.5", "ratio_high = 1.2"),
-    (
-        [("algorithm.baseline", "opob_leave_one_out")],
-        'algorithm.baseline = "opob_leave_one_out"',
-        'opob_mode = "deferred" or "two_pass"',
-    ),
+    ([("parallel.sequence_parallel", True)], "parallel.sequence_parallel = true"),
+    ([("parallel.tensor", 2), ("launch.learner_ranks", 3)], "launch.learner_ranks = 3"),
+    ([("parallel.tensor", 2)], "launch.learner_ranks = 1"),
+    ([("launch.learner_ranks", 5)], "train.groups_per_step = 4"),
+    ([("parallel.tensor", 2), ("launch.learner_ranks", 2), ("model.vocab_multiple", 3)], "model.vocab_multiple = 3"),
+    ([("model.vocab_multiple", 1025)], "model.vocab_multiple = 1025"),
+    ([("parallel.tensor", 4), ("launch.learner_ranks", 4)], "parallel.tensor = 4"),
+    ([("parallel.pipeline", 4), ("launch.learner_ranks", 4)], "parallel.pipeline = 4"),
+    ([("algorithm.is_level", "none")], 'algorithm.is_level = "none"'),
+    ([("algorithm.method", "rloo")], 'algorithm.method = "rloo"'),
+    ([("algorithm.method", "gspo"), ("algorithm.baseline", "opob")], 'algorithm.baseline = "opob"'),
+    ([("algorithm.method", "grpo"), ("algorithm.is_level", "token")], 'algorithm.is_level = "token"'),
+    ([("algorithm.method", "grpo"), ("algorithm.ratio_low", 1.5)], "algorithm.ratio_low = 1.5"),
+    ([("algorithm.baseline", "opob_leave_one_out")], 'algorithm.baseline = "opob_leave_one_out"'),
     (
         [("algorithm.opob_accumulator_dtype", "bfloat16"), ("algorithm.opob_mode", "deferred")],
         'algorithm.opob_accumulator_dtype = "bfloat16"',
-        'only opob_mode = "accumulate"',
     ),
-    ([("algorithm.ratio_low", 0.5)], "algorithm.ratio_low = 0.5", 'method = "vcpo" does not bound ratios; remove it'),
+    ([("algorithm.ratio_low", 0.5)], "algorithm.ratio_low = 0.5"),
     (
         [
             ("algorithm.method", "icepop"),
@@ -142,142 +129,99 @@ BAD = [
             ("algorithm.allow_uncorrected", True),
         ],
         "algorithm.ratio_high = 9.0",
-        "does not bound ratios",
     ),
-    (
-        [("algorithm.method", "p3o"), ("algorithm.second_moment", 0.1)],
-        "algorithm.second_moment = 0.1",
-        'method = "p3o" does not bound it',
-    ),
-    (
-        [("algorithm.method", "grpo"), ("algorithm.opob_mode", "deferred")],
-        'algorithm.opob_mode = "deferred"',
-        'baseline = "group_mean" takes no gradient norms; remove it',
-    ),
+    ([("algorithm.method", "p3o"), ("algorithm.second_moment", 0.1)], "algorithm.second_moment = 0.1"),
+    ([("algorithm.method", "grpo"), ("algorithm.opob_mode", "deferred")], 'algorithm.opob_mode = "deferred"'),
     (
         [("algorithm.is_level", "token"), ("algorithm.opob_weights", "truncated")],
         'algorithm.opob_weights = "truncated"',
-        'is_level = "token" has no weight of a trajectory',
     ),
-    (
-        [("algorithm.opob_mode", "two_pass"), ("algorithm.opob_accumulators", 2)],
-        "algorithm.opob_accumulators = 2",
-        'opob_mode = "two_pass" keeps nothing of a group in flight',
-    ),
-    (
-        [("algorithm.method", "tis_sequence"), ("algorithm.opob_accumulators", 2)],
-        "algorithm.opob_accumulators = 2",
-        "takes no gradient norms",
-    ),
-    (
-        [("algorithm.ess_scaling", False), ("algorithm.ess_rule", "linear")],
-        'algorithm.ess_rule = "linear"',
-        "ess_scaling = false",
-    ),
-    (
-        [("algorithm.method", "grpo"), ("algorithm.base_ess_ratio", "auto")],
-        'algorithm.base_ess_ratio = "auto"',
-        "has no effect, since ess_scaling = false",
-    ),
-    ([("optimizer.min_lr", 1e-7)], "optimizer.min_lr = 1e-07", 'schedule = "constant" does not end anywhere'),
-    ([("algorithm.kl_coef", 0.1)], "algorithm.kl_coef = 0.1", "set both or neither"),
-    ([("algorithm.kl_reference", "initial")], "algorithm.kl_coef = 0.0", "set both or neither"),
-    ([("optimizer.min_lr", 1.0), ("optimizer.schedule", "cosine")], "optimizer.min_lr = 1.0", "above optimizer.lr"),
-    ([("optimizer.lr", 0.01), ("optimizer.weight_decay", 100.0)], "optimizer.weight_decay = 100.0", "1 / lr = 100"),
-    ([("optimizer.schedule", "wsd")], "optimizer.decay_steps = None", "set both"),
-    ([("optimizer.decay_steps", 3)], "optimizer.decay_steps = 3", "set both"),
+    ([("algorithm.opob_mode", "two_pass"), ("algorithm.opob_accumulators", 2)], "algorithm.opob_accumulators = 2"),
+    ([("algorithm.method", "tis_sequence"), ("algorithm.opob_accumulators", 2)], "algorithm.opob_accumulators = 2"),
+    ([("algorithm.ess_scaling", False), ("algorithm.ess_rule", "linear")], 'algorithm.ess_rule = "linear"'),
+    ([("algorithm.method", "grpo"), ("algorithm.base_ess_ratio", "auto")], 'algorithm.base_ess_ratio = "auto"'),
+    ([("optimizer.min_lr", 1e-7)], "optimizer.min_lr = 1e-07"),
+    ([("algorithm.kl_coef", 0.1)], "algorithm.kl_coef = 0.1"),
+    ([("algorithm.kl_reference", "initial")], "algorithm.kl_coef = 0.0"),
+    ([("optimizer.min_lr", 1.0), ("optimizer.schedule", "cosine")], "optimizer.min_lr = 1.0"),
+    ([("optimizer.lr", 0.01), ("optimizer.weight_decay", 100.0)], "optimizer.weight_decay = 100.0"),
+    ([("optimizer.schedule", "wsd")], "optimizer.decay_steps = None"),
+    ([("optimizer.decay_steps", 3)], "optimizer.decay_steps = 3"),
     (
         [("optimizer.schedule", "wsd"), ("optimizer.decay_steps", 8), ("optimizer.warmup_steps", 3)],
         "optimizer.decay_steps = 8",
-        "more than train.steps = 10",
     ),
-    ([("algorithm.base_ess_ratio", 0.0)], "algorithm.base_ess_ratio = 0.0", "above 0 and at most 1"),
-    ([("algorithm.base_ess_ratio", 1.01)], "algorithm.base_ess_ratio = 1.01", "above 0 and at most 1"),
-    (
-        [("algorithm.base_ess_ratio", "auto"), ("staleness.lag", "exact")],
-        'algorithm.base_ess_ratio = "auto"',
-        'needs staleness.lag = "bounded"',
-    ),
-    ([("train.group_size", 1)], "train.group_size = 1", "at least 2"),
-    ([("optimizer.warmup_steps", 10)], "optimizer.warmup_steps = 10", "below train.steps = 10"),
-    ([("optimizer.betas", (0.9, 1.0))], "optimizer.betas = [0.9, 1.0]", "below 1"),
-    ([("rollout.max_running_requests", 3)], "rollout.max_running_requests = 3", "at least 4"),
-    ([("rollout.servers", 21)], "rollout.servers = 21", "= 20 groups are in flight"),
-    ([("train.max_pack_tokens", 8)], "train.max_pack_tokens = 8", "would not fit one pack"),
-    ([("rollout.context_length", 65)], "rollout.context_length = 65", "exceeds the 64 positions"),
-    ([("rollout.context_length", 8)], "rollout.max_new_tokens = 8", "within rollout.context_length = 8"),
-    ([("rollout.max_new_tokens", 64)], "rollout.max_new_tokens = 64", "no room for a prompt in the 64 positions"),
-    ([("rollout.engine", "replay")], 'rollout.engine = "replay"', "needs rollout.replay"),
-    ([("rollout.replay", Path("/nowhere"))], "rollout.replay = /nowhere", 'only used with rollout.engine = "replay"'),
-    (
-        [("rollout.replay", Path("/nowhere")), ("rollout.engine", "replay")],
-        "rollout.replay = /nowhere",
-        "no such folder",
-    ),
-    ([("rollout.replay", Path("/")), ("rollout.engine", "replay")], "rollout.replay = /", "has no rollouts.sqlite"),
-    ([("rollout.python", Path("/p"))], "rollout.python = /p", 'only used with rollout.engine = "sglang"'),
-    ([("rollout.args", ("--x",)), ("rollout.tensor_parallel", 1)], "rollout.args = ['--x']", "only used with"),
-    ([("rollout.engine", "sglang")], 'rollout.engine = "sglang"', "needs rollout.python"),
-    ([("rollout.engine", "sglang"), ("rollout.python", Path("/nowhere"))], "rollout.python = /nowhere", "no such file"),
-    ([("rollout.engine", "sglang"), ("rollout.python", Path("/"))], "rollout.python = /", "not an executable file"),
-    (
-        [("rollout.engine", "sglang"), ("rollout.python", Path("/bin/sh"))],
-        "rollout.python = /bin/sh",
-        "SGLang is not installed",
-    ),
+    ([("algorithm.base_ess_ratio", 0.0)], "algorithm.base_ess_ratio = 0.0"),
+    ([("algorithm.base_ess_ratio", 1.01)], "algorithm.base_ess_ratio = 1.01"),
+    ([("algorithm.base_ess_ratio", "auto"), ("staleness.lag", "exact")], 'algorithm.base_ess_ratio = "auto"'),
+    ([("train.group_size", 1)], "train.group_size = 1"),
+    ([("optimizer.warmup_steps", 10)], "optimizer.warmup_steps = 10"),
+    ([("optimizer.betas", (0.9, 1.0))], "optimizer.betas = [0.9, 1.0]"),
+    ([("rollout.max_running_requests", 3)], "rollout.max_running_requests = 3"),
+    ([("rollout.servers", 21)], "rollout.servers = 21"),
+    ([("train.max_pack_tokens", 8)], "train.max_pack_tokens = 8"),
+    ([("rollout.context_length", 65)], "rollout.context_length = 65"),
+    ([("rollout.context_length", 8)], "rollout.max_new_tokens = 8"),
+    ([("rollout.max_new_tokens", 64)], "rollout.max_new_tokens = 64"),
+    ([("rollout.engine", "replay")], 'rollout.engine = "replay"'),
+    ([("rollout.replay", Path("/nowhere"))], "rollout.replay = /nowhere"),
+    ([("rollout.replay", Path("/nowhere")), ("rollout.engine", "replay")], "rollout.replay = /nowhere"),
+    ([("rollout.replay", Path("/")), ("rollout.engine", "replay")], "rollout.replay = /"),
+    ([("rollout.python", Path("/p"))], "rollout.python = /p"),
+    ([("rollout.args", ("--x",)), ("rollout.tensor_parallel", 1)], "rollout.args = ['--x']"),
+    ([("rollout.engine", "sglang")], 'rollout.engine = "sglang"'),
+    ([("rollout.engine", "sglang"), ("rollout.python", Path("/nowhere"))], "rollout.python = /nowhere"),
+    ([("rollout.engine", "sglang"), ("rollout.python", Path("/"))], "rollout.python = /"),
+    ([("rollout.engine", "sglang"), ("rollout.python", Path("/bin/sh"))], "rollout.python = /bin/sh"),
     (
         [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("staleness.lag", "exact")],
         'rollout.engine = "sglang"',
-        'staleness.lag = "exact"',
     ),
     (
         [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("rollout.args", ("--x",))],
         "rollout.args",
-        "run already",
     ),
-    ([("rollout.engine", "sglang"), ("rollout.addresses", ("a:1",))], "rollout.addresses = ['a:1']", "is not http://"),
+    ([("rollout.engine", "sglang"), ("rollout.addresses", ("a:1",))], "rollout.addresses = ['a:1']"),
     (
         [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1/v1",))],
         "rollout.addresses = ['http://a:1/v1']",
-        "is not http://",
     ),
     (
         [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:99999",))],
         "rollout.addresses = ['http://a:99999']",
-        "is not http://",
     ),
     (
         [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",) * 2)],
         "rollout.addresses = ['http://a:1', 'http://a:1']",
-        "named twice",
     ),
-    ([("rollout.router", "http://r:1")], "rollout.router = http://r:1", 'only used with rollout.engine = "sglang"'),
-    ([*ROUTED, ("rollout.router", "r:1")], 'rollout.router = "r:1"', "is not http://"),
-    ([*ROUTED, ("rollout.router", "http://a:1/")], 'rollout.router = "http://a:1/"', "one of rollout.addresses too"),
-    ([*ROUTED, ("rollout.pause_mode", "in_place")], 'rollout.router = "http://r:1"', "in_place"),
-    ([("environment.data", Path("/nowhere.jsonl"))], "environment.data = /nowhere.jsonl", "no such file"),
-    ([("environment.heldout", Path("/"))], "environment.heldout = /", "not a file"),
-    (
-        [("launch.control_port", 5000), ("launch.master_port", 5000)],
-        "launch.master_port = 5000",
-        "also that of launch.control_port",
-    ),
-    (
-        [("rollout.port", 5000), ("rollout.servers", 2), ("launch.master_port", 5001)],
-        "rollout.port (server 1) = 5001",
-        "also that of launch.master_port",
-    ),
-    ([("rollout.port", 65535), ("rollout.servers", 2)], "rollout.port = 65535", "the last port would be 65536"),
-    ([("model.path", Path("/nowhere"))], "model.path = /nowhere", "no such folder"),
+    ([("rollout.router", "http://r:1")], "rollout.router = http://r:1"),
+    ([*ROUTED, ("rollout.router", "r:1")], 'rollout.router = "r:1"'),
+    ([*ROUTED, ("rollout.router", "http://a:1/")], 'rollout.router = "http://a:1/"'),
+    ([*ROUTED, ("rollout.pause_mode", "in_place")], 'rollout.router = "http://r:1"'),
+    ([("environment.data", Path("/nowhere.jsonl"))], "environment.data = /nowhere.jsonl"),
+    ([("environment.heldout", Path("/"))], "environment.heldout = /"),
+    ([("launch.control_port", 5000), ("launch.master_port", 5000)], "launch.master_port = 5000"),
+    ([("rollout.port", 5000), ("rollout.servers", 2), ("launch.master_port", 5001)], "rollout.port (server 1) = 5001"),
+    ([("rollout.port", 65535), ("rollout.servers", 2)], "rollout.port = 65535"),
+    ([("model.path", Path("/nowhere"))], "model.path = /nowhere"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "start", "part"), BAD, ids=[start for _, start, _ in BAD])
+@pytest.mark.parametrize(("changes", "start"), BAD, ids=[start for _, start in BAD])
 def test_one_problem_is_one_line(
-    make: Callable[..., RunConfig], changes: list[tuple[str, Any]], start: str, part: str
+    make: Callable[..., RunConfig], model_folder: Path, changes: list[tuple[str, Any]], start: str
 ) -> None:
     (problem,) = problems(make(*changes))
-    assert problem.startswith(f"{start}: ") and part in problem
+    assert problem.startswith(f"{start}: ")
+    assert_said("problems of a configuration", case(changes), problem, folder=model_folder)
+
+
+def case(changes: list[tuple[str, Any]]) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in changes)
+
+
+def test_the_lines_are_those_of_cases() -> None:
+    assert cases("problems of a configuration") == {case(changes) for changes, _ in BAD}
 
 
 EXPERTS = {
@@ -451,7 +395,7 @@ def test_a_replay_keeps_the_shape_of_its_batches(
 def test_all_are_reported_together(make: Callable[..., RunConfig]) -> None:
     changes = [
         change
-        for changes, start, _ in BAD
+        for changes, start in BAD
         if start
         in {
             "parallel.sequence_parallel = true",

@@ -38,7 +38,7 @@ def test_engines_layers_take_the_step_of_the_oracle(tmp_path: Path) -> None:
         )
         for family, model, parallel, algorithm in CASES
     ]
-    found = run_world(2, "learner.run_layouts:with_engine_layers", {"cases": cases}, timeout_s=400)
+    found = run_world(2, "learner.run_layouts:with_engine_layers", {"cases": cases}, timeout_s=400, alone=True)
     rows = zip(CASES, cases, found["outcomes"], found["said"], found["seen"], strict=True)
     for (family, model, *_), (config, (batch,)), outcome, said, (linears, formats) in rows:
         assert_equals_the_oracle(outcome, oracle_step(models[family], batch, config))
@@ -51,5 +51,5 @@ def test_engines_layers_take_the_step_of_the_oracle(tmp_path: Path) -> None:
 def test_a_machine_without_it_says_so_before_a_layer_is_built(tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "model", layers=2)
     config = make_config(model, 1, model=ATTENTION)
-    message = run_world(1, "learner.run_layouts:refusal_to_build", {"config": config})
+    message = run_world(1, "learner.run_layouts:refusal_to_build", {"config": config}, alone=True)
     assert message.startswith("TransformerEngine cannot be imported, or has no GPU to run on: use model.")

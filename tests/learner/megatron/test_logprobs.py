@@ -54,7 +54,8 @@ def test_a_row_without_gradient_stays_zero_whatever_it_holds(lone_group: dist.Pr
 
 def two_ranks(logits: torch.Tensor, labels: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
     """Run on each of two ranks: logits are cut in halves; the gradient comes back whole."""
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     half = logits.shape[1] // 2
     mine = logits[:, dist.get_rank() * half :][:, :half].clone().requires_grad_()
     got, entropy = token_logprobs(mine, labels, 0.7, size, dist.group.WORLD)
@@ -69,7 +70,7 @@ def test_two_ranks_equal_one(size: int) -> None:
     logits = torch.randn(6, 12, generator=torch.Generator().manual_seed(1)) * 4
     labels = torch.tensor([0, 4, 3, 3, 1, 2])
     arguments = {"logits": logits, "labels": labels, "size": size}
-    got, entropy, gradient = run_world(2, "learner.test_logprobs:two_ranks", arguments, timeout_s=110)
+    got, entropy, gradient = run_world(2, "learner.megatron.test_logprobs:two_ranks", arguments, timeout_s=110)
     want, want_entropy, want_gradient = expected(logits, labels, 0.7, size)
     torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
     torch.testing.assert_close(entropy.double(), want_entropy, rtol=0, atol=2e-6)

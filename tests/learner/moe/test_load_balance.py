@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.slow import matrix
 from vcpo_megatron.types import Batch
 
 from ..scenarios import _by_expert, make_batch, make_config, make_model_folder, oracle_step, reference
@@ -56,36 +57,42 @@ def balance(folder: Path, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]
     return float(loss.detach()) / COEFFICIENT / len(scores[0]), gradient
 
 
-@pytest.mark.timeout(900)
-def test_its_gradient_is_added_once_in_every_layout(tmp_path: Path) -> None:
-    model = make_model_folder(tmp_path / "moe", "moe")
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Batch, float, dict[str, torch.Tensor]]:
+    """The model, its batch, and the loss of that with its gradient."""
+    model = make_model_folder(tmp_path_factory.mktemp("balance") / "moe", "moe")
     batch = make_batch(model)
-    value, pull = balance(model, batch)
-    for ranks, rows in CASES.items():
-        configs = [
-            make_config(
-                model,
-                ranks,
-                parallel=parallel,
-                algorithm={**algorithm, "global_aux_loss": COEFFICIENT},
-                model=held,
-                train={"max_pack_tokens": pack},
-            )
-            for parallel, algorithm, held, pack in rows
-        ]
-        outcomes = run_world(
-            ranks, "learner.run_layouts:one_step_each", {"cases": [(c, [batch]) for c in configs]}, timeout_s=300
+    return (model, batch, *balance(model, batch))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks", matrix(CASES, (1, 2)))
+def test_its_gradient_is_added_once_in_every_layout(ranks: int, known: Any) -> None:
+    model, batch, value, pull = known
+    configs = [
+        make_config(
+            model,
+            ranks,
+            parallel=parallel,
+            algorithm={**algorithm, "global_aux_loss": COEFFICIENT},
+            model=held,
+            train={"max_pack_tokens": pack},
         )
-        for row, config, outcome in zip(rows, configs, outcomes, strict=True):
-            oracle, result = oracle_step(model, batch, config), outcome["results"][0]
-            largest = max(float(g.abs().max()) for g in oracle.gradients.values())
-            assert max(float(g.abs().max()) for g in pull.values()) > 0.05 * largest  # it would be seen
-            for key, gradient in outcome["gradients"].items():
-                apart = float((gradient.double() - oracle.gradients[key] - pull[key]).abs().max())
-                assert apart <= 1e-5 * largest, (ranks, row, key)
-            norms = torch.tensor([t.grad_norm for t in result.trajectories], dtype=torch.float64)
-            assert bool(norms.isnan().all()) == ("method" in row[1])
-            kept = ~norms.isnan()
-            torch.testing.assert_close(norms[kept], oracle.norms[kept], rtol=5e-6, atol=0)
-            assert result.metrics["experts/balance"] == pytest.approx(value, rel=1e-5)
-            assert result.metrics["lr/effective"] == pytest.approx(oracle.learning_rate, rel=5e-6)
+        for parallel, algorithm, held, pack in CASES[ranks]
+    ]
+    outcomes = run_world(
+        ranks, "learner.run_layouts:one_step_each", {"cases": [(c, [batch]) for c in configs]}, timeout_s=300
+    )
+    for row, config, outcome in zip(CASES[ranks], configs, outcomes, strict=True):
+        oracle, result = oracle_step(model, batch, config), outcome["results"][0]
+        largest = max(float(g.abs().max()) for g in oracle.gradients.values())
+        assert max(float(g.abs().max()) for g in pull.values()) > 0.05 * largest  # it would be seen
+        for key, gradient in outcome["gradients"].items():
+            apart = float((gradient.double() - oracle.gradients[key] - pull[key]).abs().max())
+            assert apart <= 1e-5 * largest, (row, key)
+        norms = torch.tensor([t.grad_norm for t in result.trajectories], dtype=torch.float64)
+        assert bool(norms.isnan().all()) == ("method" in row[1])
+        kept = ~norms.isnan()
+        torch.testing.assert_close(norms[kept], oracle.norms[kept], rtol=5e-6, atol=0)
+        assert result.metrics["experts/balance"] == pytest.approx(value, rel=1e-5)
+        assert result.metrics["lr/effective"] == pytest.approx(oracle.learning_rate, rel=5e-6)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.slow import matrix
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.learner.batch.packing import Share, batch_rows, make_pack
 from vcpo_megatron.types import Batch, Group, Trajectory
@@ -79,31 +80,32 @@ def config(model: Path, name: str) -> RunConfig:
     return make_config(model, ranks, parallel=parallel, **REPLAY, **sections)
 
 
+#: One of each kind of parallelism; the other rows are slow.
+DEFAULT = ("single", "single, layers computed twice", "tp2 sp", "ep2", "pp2", "cp2")
+
+
 @pytest.fixture(scope="module")
-def outcomes(model: Path) -> tuple[dict[str, dict[str, Any]], Oracle]:
-    """One step on strange experts in every layout, the oracle's, and (by "own" and "off") on the model's own choice."""
-    batch = with_experts(make_batch(model), strange)
-    found: dict[str, dict[str, Any]] = {}
-    for ranks in (1, 2):
-        names = [name for name, layout in LAYOUTS.items() if layout[0] == ranks]
-        cases = [(config(model, name), [batch]) for name in names]
-        if ranks == 1:
-            names += ["own", "off", "unknown"]
-            plain = make_batch(model)
-            cases += [
-                (config(model, "single"), [with_experts(plain, own(model))]),
-                (make_config(model, 1), [batch]),
-                (config(model, "single"), [plain]),
-            ]
-        results = run_world(ranks, ONE_STEP, {"cases": cases}, timeout_s=60 + 30 * len(cases))
-        found |= dict(zip(names, results, strict=True))
-    return found, oracle_step(model, batch, config(model, "single"))
+def strange_batch(model: Path) -> Batch:
+    return with_experts(make_batch(model), strange)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_step_is_that_of_an_oracle_with_forced_experts(name: str, outcomes: Any) -> None:
-    outcome, oracle = outcomes[0][name], outcomes[1]
+@pytest.fixture(scope="module")
+def oracle(model: Path, strange_batch: Batch) -> Oracle:
+    return oracle_step(model, strange_batch, config(model, "single"))
+
+
+def step(chosen: RunConfig, batch: Batch, ranks: int = 1) -> dict[str, Any]:
+    (outcome,) = run_world(ranks, ONE_STEP, {"cases": [(chosen, [batch])]})
+    return outcome
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", matrix(LAYOUTS, DEFAULT))
+def test_the_step_is_that_of_an_oracle_with_forced_experts(
+    name: str, model: Path, strange_batch: Batch, oracle: Oracle
+) -> None:
+    """On strange experts in every layout."""
+    outcome = step(config(model, name), strange_batch, LAYOUTS[name][0])
     result = outcome["results"][0]
     rows = result.trajectories
     ratios = torch.tensor([row.log_ratio for row in rows], dtype=torch.float64)
@@ -118,15 +120,17 @@ def test_the_step_is_that_of_an_oracle_with_forced_experts(name: str, outcomes: 
         assert difference < 1e-5 * largest, key
 
 
-@pytest.mark.timeout(600)
-def test_replaying_the_own_choice_changes_not_a_bit(outcomes: Any) -> None:
-    off, own_choice, unknown = (outcomes[0][name] for name in ("off", "own", "unknown"))
+@pytest.mark.timeout(300)
+def test_replaying_the_own_choice_changes_not_a_bit(model: Path, strange_batch: Batch) -> None:
+    plain, replayed = make_batch(model), config(model, "single")
+    off = step(make_config(model, 1), strange_batch)
+    own_choice, unknown = step(replayed, with_experts(plain, own(model))), step(replayed, plain)
     for other in (own_choice, unknown):
         assert repr(other["results"][0].trajectories) == repr(off["results"][0].trajectories)
         for kind in ("gradients", "parameters"):
             for key, tensor in off[kind].items():
                 assert torch.equal(other[kind][key], tensor), key
-    pair = [outcome["results"][0].trajectories for outcome in (outcomes[0]["single"], off)]
+    pair = [outcome["results"][0].trajectories for outcome in (step(replayed, strange_batch), off)]
     apart = [abs(a.log_ratio - b.log_ratio) for a, b in zip(*pair, strict=True)]
     assert max(apart) > 0.1  # the record mattered
 

@@ -49,7 +49,7 @@ def test_a_step_that_was_left_changes_nothing(models: dict[str, Path]) -> None:
     for family, parallel, sections, look, _ in CASES.values():
         cases.append((make_config(models[family], 2, parallel=parallel, **sections), look))
     outcomes = run_world(
-        2, "learner.run_layouts:leave_and_take_again", {"cases": cases, "batches": batches}, timeout_s=350
+        2, "learner.run_layouts:leave_and_take_again", {"cases": cases, "batches": batches}, timeout_s=350, alone=True
     )
     for (name, (*_, leaves)), outcome in zip(CASES.items(), outcomes, strict=True):
         assert outcome["left"] is leaves, name

@@ -163,7 +163,7 @@ def test_the_state_of_a_plain_step_is_what_stays_alive(tmp_path: Path) -> None:
         for changes, _, _ in asked
         for model in models
     ]
-    found = run_world(2, "learner.run_layouts:bytes_held", {"cases": cases})
+    found = run_world(2, "learner.run_layouts:bytes_held", {"cases": cases}, alone=True)
     for (_, data, element), small, large in zip(asked, found[::2], found[1::2], strict=True):
         parameters, held = large[0] - small[0], large[1] - small[1]
         assert held == pytest.approx(costs.state_bytes(parameters, data, element), rel=0.02)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = """
 import tempfile, time
-from benchmarks.ending import run_tool
+from benchmarks.tool import run_tool
 def main():
     with tempfile.TemporaryDirectory(dir={folder!r}):
         print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""Bytes moved and nothing else, and the most memory that a process holds: what a weight update is measured against."""
+"""The raw-transfer baseline: bytes moved and nothing else, which a weight update is measured against."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vcpo_megatron.weight_sync.wire import WeightGroup, find_store
 PATIENCE_S = 600.0
 
 
-class BareBroadcast:
+class RawBroadcast:
     """The same buckets from the same kind of process to one receiver, without gather, names, HTTP or model."""
 
     def __init__(self, sizes: list[int], folder: Path) -> None:
         self._sizes = sizes
-        self._sender = Broadcaster(max(sizes), "gloo", PATIENCE_S, folder / "bare.log")
-        port = self._sender.open("bare", 2, lambda: None)
-        self._group = WeightGroup(find_store("127.0.0.1", port, PATIENCE_S), "bare", 1, 2, "gloo", PATIENCE_S)
+        self._sender = Broadcaster(max(sizes), "gloo", PATIENCE_S, folder / "raw.log")
+        port = self._sender.open("raw", 2, lambda: None)
+        self._group = WeightGroup(find_store("127.0.0.1", port, PATIENCE_S), "raw", 1, 2, "gloo", PATIENCE_S)
         self._memory = torch.zeros(max(sizes), dtype=torch.uint8)
 
     def run(self) -> float:
@@ -35,7 +35,7 @@ class BareBroadcast:
         thread.start()
         for number, size in enumerate(self._sizes):
             self._sender.slot(number, lambda: None)
-            self._sender.broadcast("bare", number, size)
+            self._sender.broadcast("raw", number, size)
         self._sender.finish(lambda: None)
         thread.join()
         return time.perf_counter() - started
@@ -44,9 +44,9 @@ class BareBroadcast:
         self._sender.kill()
 
 
-def bare_disk(total: int, folder: Path) -> float:
+def raw_disk(total: int, folder: Path) -> float:
     """Seconds to write so many bytes, fsync them, and read them back."""
-    path, piece = folder / "bare", bytes(1 << 22)
+    path, piece = folder / "raw", bytes(1 << 22)
     started = time.perf_counter()
     with open(path, "wb") as file:
         for _ in range(0, total, len(piece)):
@@ -58,31 +58,3 @@ def bare_disk(total: int, folder: Path) -> float:
             pass
     path.unlink()
     return time.perf_counter() - started
-
-
-class Peak:
-    """Most anonymous memory that this process holds while it is entered, above what it had: bytes, sampled."""
-
-    def __init__(self) -> None:
-        self.extra = 0
-
-    def __enter__(self) -> Peak:
-        self._before, self._stop = _resident(), threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self.extra = max(self.extra, _resident() - self._before)
-
-
-def _resident() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0

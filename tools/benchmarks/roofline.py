@@ -1,6 +1,6 @@
-"""What a step's extra work costs at least: the formulas of ``costs`` at the rates that this machine sustains.
+"""The roofline of a step's extra work: the formulas of ``costs`` at the rates that this machine sustains.
 
-Rates are measured beside the contenders, so that load on the machine falls on both.
+MachineRates are measured beside the contenders, so that load on the machine falls on both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FAR, _NEAR = 1 << 25, 1 << 17
 
 
 @dataclass(frozen=True)
-class Rates:
+class MachineRates:
     """FLOP/s of a matrix product; bytes/s of ``x += a y`` in memory (far) and in a core's cache (near)."""
 
     product: float
@@ -47,7 +47,7 @@ def _best(run: Callable[[], object], repeats: int = 5) -> float:
     return min(seconds)
 
 
-def measure(d_in: int, d_out: int, tokens: int) -> Rates:
+def measure(d_in: int, d_out: int, tokens: int) -> MachineRates:
     """Best of five: a weight gradient of this shape, and additions."""
     device = platform.device()
     a, g = torch.ones(tokens, d_in, device=device), torch.ones(tokens, d_out, device=device)
@@ -58,28 +58,28 @@ def measure(d_in: int, d_out: int, tokens: int) -> Rates:
         x, y = torch.zeros(size, device=device), torch.ones(size, device=device)
         return 12 * size * times / _best(lambda: [x.add_(y, alpha=0.5) for _ in range(times)])
 
-    return Rates(product, addition(_FAR, 1), addition(_NEAR, 64))
+    return MachineRates(product, addition(_FAR, 1), addition(_NEAR, 64))
 
 
 def extra_seconds(
-    way: str, lengths: Sequence[int], layers: Sequence[tuple[int, int]], parameters: int, rates: Rates
+    mode: str, lengths: Sequence[int], layers: Sequence[tuple[int, int]], parameters: int, rates: MachineRates
 ) -> float:
     """Beyond a plain step, at least, for trajectories of these lengths: linear layers alone; rewards all distinct.
 
-    The reference's way passes over buffers of all ``parameters``, in memory. An exact way's W_i are in cache on a
+    The reference's mode passes over buffers of all ``parameters``, in memory. An exact mode's W_i are in cache on a
     CPU, whose blocks are made to fit, and in memory on a GPU.
     """
     gpu = platform.has_gpu()
     constants = weight_gradients.constants(gpu=gpu)
-    if way == "reference":
+    if mode == "reference":
         machine = Machine(rates.product, rates.far, *constants)
-        return len(lengths) * extra_traffic(way, 0, parameters, 1, machine) / machine.bytes_per_s
+        return len(lengths) * extra_traffic(mode, 0, parameters, 1, machine) / machine.bytes_per_s
     machine = Machine(rates.product, rates.far if gpu else rates.near, *constants)
-    flops = sum(extra_flops(way, n, *layer, machine) for n in lengths for layer in layers)
-    traffic = sum(extra_traffic(way, n, *layer, machine) for n in lengths for layer in layers)
+    flops = sum(extra_flops(mode, n, *layer, machine) for n in lengths for layer in layers)
+    traffic = sum(extra_traffic(mode, n, *layer, machine) for n in lengths for layer in layers)
     return flops / machine.flops + traffic / machine.bytes_per_s
 
 
-def plain_seconds(lengths: Sequence[int], layers: Sequence[tuple[int, int]], rates: Rates) -> float:
+def plain_seconds(lengths: Sequence[int], layers: Sequence[tuple[int, int]], rates: MachineRates) -> float:
     """Of a plain step's linear layers."""
     return sum(plain_flops(n, *layer) for n in lengths for layer in layers) / rates.product

@@ -1,0 +1,35 @@
+"""Full sentences of errors, in one file: ``golden/messages.json``.
+
+Elsewhere tests assert the type of an error and the value that it names, so that a better sentence changes one file.
+``VCPO_WRITE_MESSAGES=1 pytest ...`` writes what is said now into it; read the difference before it is committed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+GOLDEN = Path(__file__).with_name("golden") / "messages.json"
+
+
+def assert_said(topic: str, case: str, message: str, **names: object) -> None:
+    """``message`` is the sentence of ``case``; there ``<name>`` stands for each of ``names``, a folder for one."""
+    for name, value in names.items():
+        message = message.replace(str(value), f"<{name}>")
+    if os.environ.get("VCPO_WRITE_MESSAGES"):
+        _write(topic, case, message)
+    assert message == json.loads(GOLDEN.read_text(encoding="utf-8"))[topic].get(case), f"{GOLDEN.name}: {topic}: {case}"
+
+
+def cases(topic: str) -> set[str]:
+    """Those that the file holds a sentence of."""
+    return set(json.loads(GOLDEN.read_text(encoding="utf-8"))[topic])
+
+
+def _write(topic: str, case: str, message: str) -> None:
+    held = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.exists() else {}
+    held.setdefault(topic, {})[case] = message
+    GOLDEN.parent.mkdir(exist_ok=True)
+    text = json.dumps({key: dict(sorted(held[key].items())) for key in sorted(held)}, indent=1, ensure_ascii=False)
+    GOLDEN.write_text(text + "\n", encoding="utf-8")

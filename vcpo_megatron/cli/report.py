@@ -1,0 +1,61 @@
+"""``vcpo report``: what a run did, by step or trajectory by trajectory."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .common import DONE, FAILED, add_command, positive, refuse
+
+#: Rows of a report, where it is not said how many.
+_ROWS = 40
+
+
+def add_report(commands: Any) -> None:
+    """Add ``report`` to the commands of ``vcpo``."""
+    parser = add_command(
+        commands,
+        "report",
+        _report,
+        help="say what a run did",
+        description="Say what a run did, also while it goes on: step by step what was trained, dropped and failed, and "
+        "why. With --step, --prompt, --trajectories, --text or --json, say what became of each trajectory: the step it "
+        "was trained at, its staleness, weight and reward, or why it was not trained.",
+        example="vcpo report runs/first --step 12 --text",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
+    parser.add_argument(
+        "--rows",
+        type=positive,
+        metavar="N",
+        help=f"rows of steps at most; a longer run has 2, 5, 10, 20, ... steps a row (default: {_ROWS})",
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="the trajectories that step N consumed")
+    parser.add_argument("--prompt", metavar="ID", help="the trajectories of this prompt")
+    parser.add_argument("--trajectories", "--data", action="store_true", help="the trajectories of the whole run")
+    parser.add_argument("--text", action="store_true", help="their prompts and answers too, by the run's tokenizer")
+    parser.add_argument("--json", action="store_true", help="one JSON object a trajectory, then one with the totals")
+
+
+def _report(args: argparse.Namespace) -> int:
+    from ..orchestrator.store.store import RolloutStore, StoreError
+    from ..report.terminal import print_history, print_summary
+    from ..report.transcript import Spoken
+    from ..run.directory import RunDirectory
+    from ..run.errors import ConfigError
+
+    directory = RunDirectory(args.run_dir)
+    one_by_one = args.trajectories or args.text or args.json or args.step is not None or args.prompt is not None
+    if one_by_one and args.rows is not None:
+        return refuse(["--rows bounds the rows of steps, and here trajectories are asked for; leave it out"])
+    try:
+        with RolloutStore.open_readonly(directory.store) as store:
+            if one_by_one:
+                spoken = Spoken(store, directory) if args.text else None
+                print_history(store, step=args.step, prompt_id=args.prompt, as_json=args.json, spoken=spoken)
+            else:
+                print_summary(store, most_rows=args.rows or _ROWS)
+    except (StoreError, ConfigError) as error:
+        return refuse([str(error)], FAILED)
+    return DONE
