@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import mutation  # noqa: E402
-from benchmarks.ending import run_tool  # noqa: E402
+from benchmarks.tool import run_tool  # noqa: E402
 from benchmarks.mutation import Area  # noqa: E402
 
 #: The least share of mutants that die.
@@ -57,8 +57,17 @@ AREAS = (
     Area(
         "weight-sync",
         40,
-        ("vcpo_megatron/weight_sync/update.py", "vcpo_megatron/orchestrator/peers/weight_sync.py"),
-        ("tests/orchestrator/peers/test_weight_sync.py", "tests/weight_sync/test_couriers.py"),
+        (
+            "vcpo_megatron/weight_sync/orchestrator.py",
+            "vcpo_megatron/weight_sync/wave.py",
+            "vcpo_megatron/orchestrator/peers/weight_sync.py",
+        ),
+        (
+            "tests/orchestrator/peers/test_weight_sync.py",
+            "tests/weight_sync/test_orchestrator.py",
+            "tests/weight_sync/*/test_orchestrator.py",
+            "tests/weight_sync/test_verification.py",
+        ),
     ),
 )
 

@@ -28,10 +28,11 @@ from vcpo_megatron.orchestrator.controller import Controller, Parts
 from vcpo_megatron.orchestrator.modes.replay import open_recorded, recorded_steps
 from vcpo_megatron.rollout.client.http import ServerError, ServerUnavailable
 from vcpo_megatron.rollout.client.protocol import GenerateResult, SamplingParams, Span
-from vcpo_megatron.rollout.client.server_info import ServerInfo
-from vcpo_megatron.rollout.fleet.fleet import Changes, Fleet, FleetOptions
+from vcpo_megatron.rollout.client.replies import ServerInfo
+from vcpo_megatron.rollout.fleet.fleet import Fleet, FleetOptions
 from vcpo_megatron.rollout.fleet.server import Server
 from vcpo_megatron.run.directory import Manifest, RunDirectory
+from vcpo_megatron.run.notifier import Notifier
 from vcpo_megatron.transport.control import ControlClient, ControlServer
 from vcpo_megatron.transport.messages import (
     AbortStep,
@@ -278,7 +279,7 @@ def answer(
     return GenerateResult(tokens, tuple(-1.0 - byte / 512 for byte in digest[:count]), spans, "length")
 
 
-def fake_fleet(cfg: RunConfig, changes: Changes, clients: Sequence[FakeClient], run_dir: Path) -> Fleet:
+def fake_fleet(cfg: RunConfig, changes: Notifier, clients: Sequence[FakeClient], run_dir: Path) -> Fleet:
     def launch(index: int) -> FakeProcess:
         client = clients[index]
         client.process = FakeProcess()
@@ -487,7 +488,7 @@ class FakeRun:
         return asyncio.run(asyncio.wait_for(self._run(), timeout_s))
 
     async def _run(self) -> str:
-        self.changes = Changes()
+        self.changes = Notifier()
         self.clients = [FakeClient(i) for i in range(self.servers)]
         replays = self.config.rollout.engine == "replay"
         recorded = open_recorded(self.config) if replays else None

@@ -34,8 +34,9 @@ from vcpo_megatron.orchestrator.store.recorder import Recorder
 from vcpo_megatron.orchestrator.store.store import ResumePlan, RolloutStore
 from vcpo_megatron.rollout.client.http import ServerClient
 from vcpo_megatron.rollout.client.protocol import SamplingParams
-from vcpo_megatron.rollout.fleet.fleet import Changes, Fleet, FleetOptions
-from vcpo_megatron.rollout.fleet.server import Process, Server, ServerState
+from vcpo_megatron.rollout.fleet.fleet import Fleet, FleetOptions
+from vcpo_megatron.rollout.fleet.server import Server, ServerProcess, ServerState
+from vcpo_megatron.run.notifier import Notifier
 from vcpo_megatron.run.tasks import cancel
 from vcpo_megatron.transport.child import start_child, stop_child
 from vcpo_megatron.types import PolicyVersion
@@ -131,7 +132,7 @@ class _Run:
 
     def __init__(self, urls: Sequence[str], trajectories: int, tokens: int, path: Path) -> None:
         self.urls, self.count = urls, trajectories
-        self.changes = Changes()
+        self.changes = Notifier()
         servers = [Server(i, ServerClient(url, VOCABULARY, _PATIENCE_S), path) for i, url in enumerate(urls)]
         options = FleetOptions(trajectories, 0, _PATIENCE_S, _PATIENCE_S)
         self.fleet = Fleet(servers, options, launch=_no_process, stop=lambda process: 0, changes=self.changes)
@@ -182,7 +183,7 @@ class _Run:
         await asyncio.gather(*(server.client.close() for server in self.fleet.servers))
 
 
-def _no_process(index: int) -> Process:
+def _no_process(index: int) -> ServerProcess:
     raise RuntimeError("the fake servers run already")
 
 

@@ -7,8 +7,8 @@ The loop (all ranks)    consumes: commands      produces: StepDone, WeightsReady
                         unblocked by: a message, or rank 0's idle command every few seconds (so that a
                         silent orchestrator never lets a collective run into its deadline)
 
-Weights of every version are copied right after the step and sent by a thread of their own (sender.py). A checkpoint
-is written by a thread while further commands are served; it is looked after between commands.
+Weights of every version are copied right after the step and sent by a thread of their own (``weight_sync.learner``). A
+checkpoint is written by a thread while further commands are served; it is looked after between commands.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from ..transport.messages import (
     Stop,
 )
 from ..types import Batch, PolicyVersion
+from ..weight_sync.learner import WeightSender
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.exports import Exports
 from .megatron import platform
@@ -51,7 +52,7 @@ from .megatron.scoring import score_tokens
 from .megatron.training import build_trainable
 from .step.vcpo_step import VcpoStep
 from .weights.gather import WeightGatherer
-from .weights.sender import WeightSender
+from .weights.snapshots import Snapshots
 
 #: Seconds after which rank 0, without a command, lets the other ranks pass through their collective.
 IDLE_S = 2.0
@@ -84,9 +85,8 @@ class Worker:
         self._exports = Exports(config, context.directory, self._parallel, trainable, gatherer)
         # a replay has no servers
         sends = config.rollout.engine != "replay"
-        self._sender = (
-            WeightSender(config, context, self._parallel, trainable, gatherer, self._control) if sends else None
-        )
+        source = Snapshots(gatherer, self._parallel, trainable.shape)
+        self._sender = WeightSender(config, context, source, self._control) if sends else None
         self._stall_s = 0.0  # seconds that the last version's copy took
         self._inbox: deque[Message] = deque()
         self._last_message = time.monotonic()

@@ -35,13 +35,13 @@ from ..config.schema import RunConfig
 from ..environments.base import Environment
 from ..observability.sinks import Sink
 from ..rollout.client.protocol import SamplingParams
-from ..rollout.fleet.fleet import Changes, Fleet
+from ..rollout.fleet.fleet import Fleet
+from ..run.notifier import Notifier
 from ..run.tasks import StopRequest, run_all, run_beside
 from ..transport.messages import ControlError, WeightsReady
 from ..types import Batch, PolicyVersion
-from ..weight_sync.checksums import ChecksumBook
-from ..weight_sync.couriers import Couriers
-from ..weight_sync.update import Updater
+from ..weight_sync.orchestrator import Transports, Updater
+from ..weight_sync.verification import ChecksumVerifier
 from .modes.batcher import Batcher
 from .modes.evaluation import Evaluation, evaluating_servers
 from .modes.exact import ExactRun, ExactSampler
@@ -81,7 +81,7 @@ class Parts:
     recorded: StoreReader | None
     socket: Socket
     sinks: Callable[[int], Sequence[Sink]]
-    changes: Changes
+    changes: Notifier
     steps: int
     vocab_size: int
     context_length: int
@@ -103,11 +103,11 @@ class Controller:
             parts.socket,
             config.launch.timeout_s,
             on_weights=self._on_weights,
-            on_sender=lambda message: self._couriers.heard(message),
+            on_sender=lambda message: self._transports.on_message(message),
             needs_weights=parts.fleet is not None,
         )
-        self._couriers = Couriers(
-            self._link.tell,
+        self._transports = Transports(
+            self._link.send,
             prefix=f"vcpo-{context.token[:8]}-{context.attempt}",
             timeout_s=config.rollout.sync_timeout_s,
         )
@@ -369,18 +369,18 @@ class Controller:
         waiting = set(state.get("requeue", [])) - set(plan.cursors.values())
         return Cursor(plan.next_cursor, plan.next_group_id, sorted(waiting | set(plan.requeue)))
 
-    def _sync(self, fleet: Fleet, is_pinned: Callable[[int], bool] = lambda number: False) -> WeightSync:
+    def _sync(self, fleet: Fleet, evaluation_due: Callable[[int], bool] = lambda number: False) -> WeightSync:
         """``lag`` = "exact" updates all servers together: none of them generates meanwhile."""
         rollout = self._config.rollout
-        book = ChecksumBook() if rollout.verify_sync else None
+        verifier = ChecksumVerifier() if rollout.verify_sync else None
         wave = rollout.sync_wave if self._config.staleness.lag == "bounded" else len(fleet.servers)
         return WeightSync(
             fleet,
-            Updater(self._couriers, rollout.pause_mode, book),
+            Updater(self._transports.of, rollout.pause_mode, verifier),
             wave=wave,
             timeout_s=rollout.sync_timeout_s,
             evaluators=evaluating_servers(fleet.servers),
-            is_pinned=is_pinned,
+            evaluation_due=evaluation_due,
         )
 
     def _generation_rules(self) -> GenerationRules:

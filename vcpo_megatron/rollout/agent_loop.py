@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -215,17 +215,18 @@ class _Runner:
         return result
 
     async def run_and_close(self) -> tuple[_Record, Outcome]:
-        """``run``, then close the episode; a failure to close never hides why ``run`` failed."""
+        """``run``, then close the episode whatever ended it; a failure to close never hides why ``run`` failed."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_exit(self._close_after)
+            return await self.run()
+
+    async def _close_after(self, _: object, error: BaseException | None, __: object) -> None:
         try:
-            result = await self.run()
-        except BaseException as error:  # not handled here: whatever ends an episode, it is closed
-            try:
-                await self._close()
-            except EpisodeError as second:
-                error.add_note(str(second))
-            raise
-        await self._close()
-        return result
+            await self._close()
+        except EpisodeError as second:
+            if error is None:
+                raise
+            error.add_note(str(second))
 
     async def _close(self) -> None:
         with _environment_code("close"):

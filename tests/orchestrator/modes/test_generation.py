@@ -11,7 +11,7 @@ from vcpo_megatron.orchestrator.controller import _failure_window
 from vcpo_megatron.orchestrator.modes.failures import FailureWindow, PromptFailures
 from vcpo_megatron.orchestrator.modes.generation import Cursor, Generation, GenerationRules
 from vcpo_megatron.orchestrator.store.resume import ResumePlan
-from vcpo_megatron.rollout.fleet.fleet import Changes
+from vcpo_megatron.run.notifier import Notifier
 from vcpo_megatron.run.tasks import RunError
 
 from ..fake_run import config
@@ -32,7 +32,7 @@ def test_the_prompt_of_an_expired_group_is_the_next_one_the_oldest_first() -> No
         recorder, cursor = SlowRecorder(), Cursor(next_index=40, next_group_id=9, requeue=[30])
 
         class Fleet:
-            changes = Changes()
+            changes = Notifier()
 
         plan = ResumePlan(step=0, buffer=(), cursors={5: 17, 6: 12}, requeue=(), next_group_id=9, next_cursor=40)
         rules = GenerationRules(1, 9, False, False, 9)

@@ -82,13 +82,13 @@ class Evaluation:
         """Evaluate every version when it is loaded; returns after the last."""
         while (version := self._first_pending()) is not None:
             self._at = f"evaluation waits for version {version}"
-            await self._sync.pinned_loaded(version)
+            await self._sync.evaluation_loaded(version)
             result = await self._evaluate(version)
             self._log.evaluated(version, result)
             if math.isfinite(result["eval/accuracy"]):
                 print(f"version {version}: held-out accuracy {result['eval/accuracy']:.4f}", flush=True)
             self._next += 1
-            self._sync.unpin()
+            self._sync.end_evaluation()
         self._at = "no evaluation is due any more"
 
     def may_train(self, version: int) -> bool:

@@ -124,11 +124,11 @@ class Rounds:
         rids = [request.rid for request in requests]
         while True:
             await back_in_service(self._fleet, server)
-            life = server.life
+            incarnation = server.incarnation
             try:
                 return await server.client.generate_batch(prompts, samplings, rids)
             except ServerUnavailable as error:
-                if self._fleet.check(server, life):
+                if self._fleet.check(server, incarnation):
                     raise RunError(f"{server.name} did not answer: {error}, see {server.log}") from error
             except (ServerError, ProtocolError) as error:
                 raise RunError(f"{server.name} refused a batch: {error}, see {server.log}") from error

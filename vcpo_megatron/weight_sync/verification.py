@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..config.process import NOTE_PREFIX
-from ..rollout.fleet.server import Server
+from ..rollout.client.http import ServerClient
 
 #: Versions whose answers are remembered.
 _REMEMBERED = 8
@@ -20,7 +20,7 @@ class ChecksumError(RuntimeError):
     """A server holds other weights than were sent to it; the message names the first parameter."""
 
 
-class ChecksumBook:
+class ChecksumVerifier:
     """Remembers, for each version, what the last server answered."""
 
     def __init__(self) -> None:
@@ -30,48 +30,48 @@ class ChecksumBook:
         #: Updates of a server, since somebody set this to 0, after which something was compared and all was equal.
         self.verified = 0
 
-    async def check(self, server: Server, version: str, expected: Mapping[str, str]) -> None:
-        """ChecksumError when ``server`` holds something else than ``expected``, or than another server."""
-        ranks = await server.client.weights_checksums()
+    async def check(self, name: str, client: ServerClient, version: str, expected: Mapping[str, str]) -> None:
+        """ChecksumError when the server ``name`` holds something else than ``expected``, or than another server."""
+        ranks = await client.weights_checksums()
         before = self.compared
-        if expected and len(ranks) == 1 and not server.client.info.on_gpus:
-            known = {name: ranks[0][name] for name in expected if name in ranks[0]}
-            self._compare(server, version, "what the learner sent", [expected], [known])
-            ranks = [{name: checksum for name, checksum in ranks[0].items() if name not in expected}]
+        if expected and len(ranks) == 1 and not client.info.on_gpus:
+            known = {key: ranks[0][key] for key in expected if key in ranks[0]}
+            self._compare(name, version, "what the learner sent", [expected], [known])
+            ranks = [{key: checksum for key, checksum in ranks[0].items() if key not in expected}]
         if version not in self._first:
             while len(self._first) >= _REMEMBERED:
                 del self._first[next(iter(self._first))]
-            self._first[version] = (server.name, ranks)
+            self._first[version] = (name, ranks)
         other, first = self._first[version]
-        if other != server.name:
-            self._compare(server, version, f"what {other} holds", first, ranks)
-        self._first[version] = (server.name, ranks)
+        if other != name:
+            self._compare(name, version, f"what {other} holds", first, ranks)
+        self._first[version] = (name, ranks)
         if self.compared > before:
             self.verified += 1
             if before == 0:
                 print(
-                    f"{NOTE_PREFIX}{server.name}: {self.compared} checksums of weights {version} agree "
+                    f"{NOTE_PREFIX}{name}: {self.compared} checksums of weights {version} agree "
                     "(rollout.verify_sync); sync/verified counts the updates that follow",
                     flush=True,
                 )
 
     def _compare(
         self,
-        server: Server,
+        name: str,
         version: str,
         what: str,
         wanted: Sequence[Mapping[str, str]],
         found: Sequence[Mapping[str, str]],
     ) -> None:
         if len(wanted) != len(found):
-            raise ChecksumError(f"{server.name} has {len(found)} ranks, {len(wanted)} were expected")
+            raise ChecksumError(f"{name} has {len(found)} ranks, {len(wanted)} were expected")
         for wanted_rank, found_rank in zip(wanted, found, strict=True):
             wrong = sorted(
-                name for name in wanted_rank.keys() | found_rank.keys() if wanted_rank.get(name) != found_rank.get(name)
+                key for key in wanted_rank.keys() | found_rank.keys() if wanted_rank.get(key) != found_rank.get(key)
             )
             if wrong:
                 raise ChecksumError(
-                    f"{server.name} does not hold weights {version}: {len(wrong)} of {len(wanted_rank)} parameters "
+                    f"{name} does not hold weights {version}: {len(wrong)} of {len(wanted_rank)} parameters "
                     f"differ from {what}, first {wrong[0]} (checksum {found_rank.get(wrong[0])}, expected "
                     f"{wanted_rank.get(wrong[0])})"
                 )

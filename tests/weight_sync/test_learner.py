@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.learner.run_weights import Control
 from vcpo_megatron.config.process import ProcessContext
 from vcpo_megatron.config.schema import RunConfig
-from vcpo_megatron.learner.weights.sender import WeightSender
+from vcpo_megatron.learner.weights.snapshots import Snapshots
 from vcpo_megatron.transport.messages import (
     BucketTaken,
+    OpenGroup,
     ReleaseWeights,
     SendingFailed,
     SendWeights,
@@ -29,8 +31,7 @@ from vcpo_megatron.transport.messages import (
     WeightsSent,
 )
 from vcpo_megatron.types import PolicyVersion
-
-from ..run_weights import Control
+from vcpo_megatron.weight_sync.learner import WeightSender
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -64,13 +65,11 @@ def sending(
         "launch": {"timeout_s": timeout_s},
         "rollout": {"sync": "tensor", "bucket_bytes": 4, "sync_timeout_s": sync_timeout_s},
     }
-    control, gatherer, alone = Control(), Gatherer(), SimpleNamespace(world_size=1, rank=0)
+    control, gatherer, one_rank = Control(), Gatherer(), SimpleNamespace(world_size=1, rank=0)
     sender = WeightSender(
         RunConfig.model_validate(values),
         ProcessContext(tmp_path, 1, None, "token", "tcp://none", ()),
-        alone,
-        None,
-        gatherer,
+        Snapshots(gatherer, one_rank, None),  # type: ignore[arg-type]
         control,  # type: ignore[arg-type]
     )
     try:
@@ -93,7 +92,7 @@ def ask(sender: WeightSender, control: Control, name: str) -> None:
 
 
 def test_training_waits_for_room_as_long_as_the_update_of_a_server_may_take(tmp_path: Path) -> None:
-    """A server hangs in a bucket: the versions that come meanwhile cannot be told of, nor given back."""
+    """A server hangs in a bucket: the versions that come meanwhile cannot be offered, nor given back."""
     with sending(tmp_path, timeout_s=0.2, sync_timeout_s=30.0) as (sender, control, _):
         ask(sender, control, "t-1")
         control.next(WeightsBucket)
@@ -124,7 +123,7 @@ def test_what_is_asked_for_after_a_failure_begins_anew(tmp_path: Path) -> None:
         for number, name in enumerate(NAMES):
             bucket = control.next(WeightsBucket)
             assert (bucket.name, bucket.number) == ("t-2", number)
-            ((found, tensor),) = pickle.loads(base64.b64decode(bucket.text))
+            ((found, tensor),) = pickle.loads(base64.b64decode(bucket.data))
             assert (found, tensor.tolist()) == (name, [1.0])
             control.post_to_sender(BucketTaken("t-2", number))
         assert control.next(WeightsSent) == WeightsSent("t-2", version(1), {})
@@ -146,3 +145,10 @@ def test_a_run_that_ends_does_not_wait_for_a_bucket_on_its_way(tmp_path: Path) -
         started = time.monotonic()
         sender.close()
         assert not sender._thread.is_alive() and time.monotonic() - started < 5.0
+
+
+def test_what_a_transport_does_not_have_is_answered_as_a_failure(tmp_path: Path) -> None:
+    with sending(tmp_path, timeout_s=5.0, sync_timeout_s=5.0) as (_, control, _):
+        control.post_to_sender(OpenGroup("g-1", 2))
+        failed = control.next(SendingFailed)
+        assert failed.name == "g-1" and "this transport has none" in failed.reason

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from ..models.shape import ModelShape
+from .plan import Stream
 
 #: Rows of SGLang's vocabulary on one rank are a multiple of this.
 SGLANG_VOCABULARY_MULTIPLE = 64
@@ -32,7 +33,7 @@ _FUSED = (
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-class Checksums:
+class ExpectedChecksums:
     """``add`` every tensor of the stream, then ask for ``result``."""
 
     def __init__(self, engine: Literal["embedded", "sglang"], shape: ModelShape) -> None:
@@ -69,3 +70,28 @@ class Checksums:
                 if pattern.search(name):
                     return pattern.sub(fused, name)
         return name
+
+
+class CheckedStream:
+    """``tensors`` as they come; what has passed is counted into ``expected``, if that is given."""
+
+    def __init__(self, tensors: Stream, expected: ExpectedChecksums | None) -> None:
+        self._tensors, self._expected = tensors, expected
+
+    def __iter__(self) -> CheckedStream:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        name, tensor = next(self._tensors)
+        if self._expected is not None:
+            self._expected.add(name, tensor)
+        return name, tensor
+
+    def checksums(self) -> dict[str, str]:
+        """Of what has passed; empty where nothing is counted."""
+        return self._expected.result() if self._expected is not None else {}
+
+    def drain(self) -> None:
+        """Take the rest of the tensors: the other ranks send them in any case."""
+        for _ in self._tensors:
+            pass

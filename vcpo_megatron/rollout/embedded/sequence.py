@@ -12,7 +12,7 @@ from ..client.protocol import SamplingParams, Span
 
 
 @dataclass(slots=True, eq=False)
-class Generation:
+class SequenceState:
     """``seed`` drives its draws; ``stop`` holds the ids that end it; ``score_from`` asks for prompt log-probs.
 
     ``finish`` is None while it runs, then SGLang's ``finish_reason`` object; ``failure`` is the

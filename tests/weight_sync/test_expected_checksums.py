@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vcpo_megatron.models.families.registry import model_shape
-from vcpo_megatron.weight_sync.stream_checksums import Checksums
+from vcpo_megatron.weight_sync.expected_checksums import ExpectedChecksums
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -32,7 +32,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def test_known_digest() -> None:
     """Of [1.0, -2.0] in float32: printf '\\x00\\x00\\x80\\x3f\\x00\\x00\\x00\\xc0' | sha256sum."""
-    checksums = Checksums("embedded", model_shape({**CONFIG, "tie_word_embeddings": False}))
+    checksums = ExpectedChecksums("embedded", model_shape({**CONFIG, "tie_word_embeddings": False}))
     checksums.add("a.weight", torch.tensor([1.0, -2.0]))
     assert checksums.result() == {"a.weight": KNOWN}
 
@@ -40,7 +40,7 @@ def test_known_digest() -> None:
 def test_sglang_fuses_what_the_stream_has_one_after_the_other() -> None:
     q, k, v = (torch.randn(rows, 8) for rows in (8, 4, 4))
     gate, up, words = torch.randn(12, 8), torch.randn(12, 8), torch.randn(70, 8)
-    checksums = Checksums("sglang", model_shape(CONFIG))
+    checksums = ExpectedChecksums("sglang", model_shape(CONFIG))
     checksums.add("model.embed_tokens.weight", words)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checksums.add(f"model.layers.0.self_attn.{name}_proj.weight", tensor)
@@ -61,7 +61,7 @@ def test_sglang_stacks_the_experts_of_a_layer() -> None:
     """w13 [E, 2 I, H] has gate above up of each expert, w2 is [E, H, I]; 6 units are 32 on CPUs."""
     gate, up, down, zeros = *(torch.randn(3, 6, 8) for _ in range(3)), torch.zeros(3, 26, 8)
     for moe, names in (("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2"))):
-        checksums = Checksums("sglang", model_shape(CONFIG))
+        checksums = ExpectedChecksums("sglang", model_shape(CONFIG))
         for expert in range(3):
             for name, tensor in zip(names, (gate, up, down.mT), strict=True):
                 checksums.add(f"model.layers.1.{moe}.experts.{expert}.{name}.weight", tensor[expert])
@@ -72,7 +72,7 @@ def test_sglang_stacks_the_experts_of_a_layer() -> None:
 
 
 def test_the_embedded_engine_shows_tied_weights_under_both_names() -> None:
-    checksums = Checksums("embedded", model_shape(CONFIG))
+    checksums = ExpectedChecksums("embedded", model_shape(CONFIG))
     checksums.add("model.embed_tokens.weight", torch.ones(70, 8))
     expected = digest(torch.ones(70, 8))
     assert checksums.result() == {"model.embed_tokens.weight": expected, "lm_head.weight": expected}
