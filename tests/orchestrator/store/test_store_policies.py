@@ -102,7 +102,7 @@ def test_groups_in_flight_go_on_with_what_they_have(path: Path) -> None:
         store.add_trajectory(trajectory(4, 1, V0))
         store.replace(1, 1, "tool crashed", 3)
         store.drop(4, "expired")
-        store.finish()
+        store.end_run()
         plan = store.resume(0, keep_partial=True)
         check_invariant(store)
         (partial,) = plan.partial

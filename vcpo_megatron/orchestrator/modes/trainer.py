@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from ...config.process import WARNING_PREFIX
@@ -26,49 +26,52 @@ from ...run.directory import RunDirectory
 from ...run.tasks import RunError, StopRequest, cancel
 from ...types import Batch, StepResult
 from ..peers.learner import LearnerLink
+from ..store.ledger import GroupLedger
+from ..store.reader import Counts
 from ..store.recorder import Recorder
-from ..store.store import Counts, RolloutStore
 from .metrics_log import MetricsLog, step_row
-from .pacing import Pacer
+from .staleness import Pacer
 
 #: So many skipped steps in a row end the run: it does not come back by itself.
 MOST_SKIPPED = 10
 
 
 class Trainer:
-    """``version``: the learner's, equal to the number of steps done. ``requeue`` is what a checkpoint has to remember
-    beside the store: cursor indices of prompts that are to be sampled again (the generation's own list)."""
+    """Steps of the learner on the ledger's groups."""
 
     def __init__(
         self,
         config: RunConfig,
         link: LearnerLink,
+        ledger: GroupLedger,
         recorder: Recorder,
         log: MetricsLog,
         directory: RunDirectory,
         *,
-        version: int,
         fingerprint: str,
-        requeue: Sequence[int],
         stop: StopRequest,
     ) -> None:
         self._config = config
         self._link = link
+        self._ledger = ledger
         self._recorder = recorder
         self.log = log
         self._directory = directory
-        self.version = version
-        self._saved = version
+        self._saved = ledger.version
         #: Adaptive staleness, where it is on; it learns of every step.
         self.pacer: Pacer | None = None
         self._saving: asyncio.Task[None] | None = None
         self._fingerprint = fingerprint
-        self._requeue = requeue
         self._stop = stop
         self._last_step_s = 0.0
         self._step_ended = time.monotonic()
         self._skipped_in_a_row = 0
         self._mismatch = MismatchWatch(config)
+
+    @property
+    def version(self) -> int:
+        """The learner's, equal to the number of steps done."""
+        return self._ledger.version
 
     def begin(self) -> None:
         """Everything is started: the first step's time counts from here."""
@@ -91,14 +94,7 @@ class Trainer:
             )
             return None
         self._last_step_s = time.monotonic() - started
-        groups = [group.group_id for group in batch.groups]
-        staleness = [batch.step - group.oldest_version for group in batch.groups]
-
-        def mark(store: RolloutStore) -> None:
-            store.mark_trained(batch.step, result.trajectories, groups, staleness, skipped=result.skipped)
-
-        await self._recorder.write(mark)
-        self.version = batch.step + 1
+        await self._ledger.train(batch, result)
         if self.pacer is not None:
             self.pacer.observe(result.metrics.get("ess/ratio", math.nan))
         if warning := self._mismatch.observe(batch.step, result.metrics):
@@ -160,7 +156,7 @@ class Trainer:
         store = await self._recorder.write(lambda store: store.state())
         state: dict[str, Any] = {
             "store": store,
-            "requeue": list(self._requeue),
+            "requeue": list(self._ledger.cursor.requeue),  # the store does not know it
             "rows": [dict(row) for row in self.log.held],
             "environment": self._fingerprint,
         }

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...types import Group, Trajectory, TrajectoryResult
-from .records import COLUMNS, TOKEN_BYTES, experts_of, from_row
+from .records import experts_of, trajectory_of
 from .schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, StoreError, store_errors
 
 
@@ -95,8 +95,7 @@ class StoreReader:
         }
 
     def check_belongs(self, step: int, state: Mapping[str, Any] | None) -> None:
-        """StoreError when the file is of another run than the checkpoint of ``step`` with ``state``, or older. Earlier
-        versions kept no id in a checkpoint: any file that is not older passes then."""
+        """StoreError when the file is of another run than the checkpoint of ``step`` with ``state``, or older."""
         here = self.state()
         expected = {"position": step, **(state or {})}
         if expected["position"] != step:
@@ -171,7 +170,7 @@ class StoreReader:
                 f"SUM(t.state = '{DROPPED}') AS dropped, SUM(t.state = '{FAILED}') AS failed, "
                 f"MAX({trained} g.step - t.oldest_version END) AS staleness, AVG({trained} t.reward END) AS reward, "
                 f"CASE WHEN COUNT({trained} s.group_id END) = SUM(t.state = '{TRAINED}') "
-                f"THEN SUM({trained} LENGTH(s.tokens) / {TOKEN_BYTES} - s.prompt_length END) END AS tokens "
+                f"THEN SUM({trained} s.length - s.prompt_length END) END AS tokens "
                 "FROM progress, trajectories t JOIN groups g USING (group_id) "
                 "LEFT JOIN samples s ON s.group_id = t.group_id AND s.sample_index = t.sample_index "
                 f"WHERE t.state IN ('{TRAINED}', '{DROPPED}', '{FAILED}') GROUP BY first ORDER BY first IS NULL, first",
@@ -182,7 +181,7 @@ class StoreReader:
     def trajectory(self, group_id: int, sample_index: int) -> Trajectory | None:
         """One trajectory with its tokens; None when none are stored (any more). Routed experts are left out."""
         rows = self._sample_rows("s.group_id = ? AND s.sample_index = ?", (group_id, sample_index))
-        return from_row(rows[0], rows[0]["prompt_id"], str(self._path)) if rows else None
+        return trajectory_of(rows[0], None, str(self._path)) if rows else None
 
     # --- internals ----------------------------------------------------------------------------
 
@@ -201,7 +200,7 @@ class StoreReader:
 
     def _trajectory(self, row: sqlite3.Row) -> Trajectory:
         experts = self._experts(row["group_id"], row["sample_index"])
-        return from_row(row, row["prompt_id"], str(self._path), experts)
+        return trajectory_of(row, experts, str(self._path))
 
     def _groups(self, condition: str, parameters: Sequence[Any]) -> list[Group]:
         """Groups with all their trajectories; ``condition`` is a WHERE clause on ``g`` with its ORDER BY."""
@@ -224,8 +223,7 @@ class StoreReader:
         return [self._trajectory(row) for row in rows]
 
     def _sample_rows(self, condition: str, parameters: Sequence[Any]) -> list[sqlite3.Row]:
-        columns = ", ".join(f"s.{name}" for name in COLUMNS)
         return self._rows(
-            f"SELECT g.prompt_id, g.size, {columns} FROM groups g JOIN samples s USING (group_id) WHERE {condition}",
+            f"SELECT g.prompt_id, g.size, s.* FROM groups g JOIN samples s USING (group_id) WHERE {condition}",
             parameters,
         )
