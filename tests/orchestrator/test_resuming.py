@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
-from vcpo_megatron.orchestrator.store.store import RolloutStore, StoreError
+from vcpo_megatron.orchestrator.store.schema import StoreError
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.run.directory import RunDirectory
 from vcpo_megatron.run.tasks import RunError
 from vcpo_megatron.transport.messages import ControlError

@@ -18,7 +18,8 @@ from tests.orchestrator.modes.test_batcher import trajectory
 from vcpo_megatron.environments.base import Example, Outcome
 from vcpo_megatron.orchestrator.modes.failures import FailureWindow, PromptFailures
 from vcpo_megatron.orchestrator.store.ledger import Cursor, GroupLedger
-from vcpo_megatron.orchestrator.store.store import RolloutStore, StoreFullError
+from vcpo_megatron.orchestrator.store.schema import StoreFullError
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.run.tasks import RunError
 from vcpo_megatron.types import Group, PolicyVersion
 

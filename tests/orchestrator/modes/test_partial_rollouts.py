@@ -15,7 +15,8 @@ from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
 from tests.orchestrator.store import test_store
 from vcpo_megatron.orchestrator.modes.partial_rollouts import PartialRollout
 from vcpo_megatron.orchestrator.store.records import Answer, answers_of, answers_row
-from vcpo_megatron.orchestrator.store.store import RolloutStore, StoreError
+from vcpo_megatron.orchestrator.store.schema import StoreError
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.rollout.client.protocol import GenerateResult, SamplingParams, Span
 from vcpo_megatron.types import PolicyVersion
 

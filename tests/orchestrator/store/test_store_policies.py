@@ -16,7 +16,8 @@ from tests.orchestrator.fake_run import FakeRun, config
 from tests.orchestrator.store.test_store import V0, check_invariant, sample_group, trajectory
 from vcpo_megatron.cli import main as cli
 from vcpo_megatron.config.load import dump_resolved
-from vcpo_megatron.orchestrator.store.store import RolloutStore, StoreError, StoreFullError
+from vcpo_megatron.orchestrator.store.schema import StoreError, StoreFullError
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.transport.messages import ControlError
 from vcpo_megatron.types import PolicyVersion, Trajectory, TrajectoryResult, Turn, VersionSpan
 

@@ -283,10 +283,10 @@ class ExactRun:
         """Wait until the stage's other half is done; after a stop, as long as a step may take."""
         await self._fleet.changes.until(lambda: (self._sampled == step or self._stop.made) or None)
         try:
-            await self._fleet.changes.until(lambda: self._sampled == step or None, self._stop.left_for_the_step())
+            await self._fleet.changes.until(lambda: self._sampled == step or None, self._stop.seconds_for_step())
         except TimeoutError:
             print(
-                f"stage {step} is left: launch.grace_s = {self._stop.grace_s:g} s had no room for what its version "
+                f"stage {step} was aborted: launch.grace_s = {self._stop.grace_s:g} s had no room for what its version "
                 "was still sampling; a resume takes the step again",
                 flush=True,
             )

@@ -87,11 +87,6 @@ class StalenessBound:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least {least}")
 
-    @property
-    def max_in_flight(self) -> int:
-        """Most groups that can be admitted and not ended at one time: (k + 1) G."""
-        return (self.max_staleness + 1) * self.groups_per_step
-
     def deadline(self, version: int) -> int:
         """Last step that may train on what ``version`` sampled."""
         return version if version < self.on_policy_steps else version + self.max_staleness

@@ -7,7 +7,7 @@
 A step's trained marks are durable before a checkpoint that contains the step is asked for. The learner copies its
 state and goes on: a checkpoint that is due is waited for only when the next one is, or at the end.
 
-A step that would outlast its part of ``launch.grace_s`` after a stop is left in its middle, as if it had not begun: the
+A step that would outlast its part of ``launch.grace_s`` after a stop is aborted, as if it had not begun: the
 checkpoint is that of the last step, and the batch's groups, which are in the store, are trained after a resume.
 """
 
@@ -78,17 +78,17 @@ class Trainer:
         self._step_ended = time.monotonic()
 
     async def take(self, batch: Batch, *, may_go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
-        """One optimizer step on ``batch``; None when it was left because of a stop. ControlError when the learner
+        """One optimizer step on ``batch``; None when it was aborted because of a stop. ControlError when the learner
         fails. ``may_go_on()``, asked at a stop: whether the step is worth to be waited for."""
         started = time.monotonic()
-        leaving = asyncio.create_task(self._leave_in_time(batch.step, started, may_go_on))
+        aborting = asyncio.create_task(self._abort_in_time(batch.step, started, may_go_on))
         try:
             result = await self._link.train(batch)
         finally:
-            await cancel(leaving)
+            await cancel(aborting)
         if result is None:
             print(
-                f"step {batch.step} was left in its middle (launch.grace_s = {self._stop.grace_s:g} s); its "
+                f"step {batch.step} was aborted (launch.grace_s = {self._stop.grace_s:g} s); its "
                 f"{len(batch.groups)} groups are trained after a resume",
                 flush=True,
             )
@@ -103,13 +103,13 @@ class Trainer:
             print(f"step {batch.step} was skipped: {result.skipped}", flush=True)
         return result
 
-    async def _leave_in_time(self, step: int, started: float, may_go_on: Callable[[], bool]) -> None:
-        """After a stop, ask for the step to be left: at once when the last one says that it needs longer than it has,
+    async def _abort_in_time(self, step: int, started: float, may_go_on: Callable[[], bool]) -> None:
+        """After a stop, have the step aborted: at once when the last one says that it needs longer than it has,
         else when its time is over."""
         await self._stop.wait()
         expected = started + self._last_step_s - time.monotonic()
-        if may_go_on() and expected < self._stop.left_for_the_step():
-            await asyncio.sleep(self._stop.left_for_the_step())
+        if may_go_on() and expected < self._stop.seconds_for_step():
+            await asyncio.sleep(self._stop.seconds_for_step())
         await self._link.leave(step)
 
     async def record(self, batch: Batch, result: StepResult, *, wait_s: float, sync: Mapping[str, float]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...types import Group, Trajectory, TrajectoryResult
+from ...types import Group, Trajectory
 from .records import experts_of, trajectory_of
 from .schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, StoreError, store_errors
 
@@ -123,16 +122,6 @@ class StoreReader:
     def groups_trained_at(self, step: int) -> list[Group]:
         """The batch that ``step`` consumed (skipped or not), in the order it was trained; [] when unknown."""
         return self._groups("g.step = ? ORDER BY g.position", (step,))
-
-    def results_at(self, step: int) -> list[TrajectoryResult]:
-        """What ``step`` found for each trajectory, in training order; nan where nothing was reported."""
-        rows = self._rows(
-            "SELECT group_id, sample_index, log_ratio, weight, grad_norm, baseline FROM groups g "
-            "JOIN trajectories t USING (group_id) WHERE g.step = ? ORDER BY g.position, t.sample_index",
-            (step,),
-        )
-        # SQLite has no nan: it keeps one as NULL.
-        return [TrajectoryResult(row[0], row[1], *(math.nan if x is None else x for x in row[2:])) for row in rows]
 
     def history(self, *, step: int | None = None, prompt_id: str | None = None) -> Iterator[dict[str, Any]]:
         """One row a trajectory, in order of training and then of admission: what became of it, and with which numbers.

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from .store import RolloutStore, StoreFullError
+from .schema import StoreFullError
+from .store import RolloutStore
 
 _T = TypeVar("_T")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...types import PolicyVersion, Trajectory, TrajectoryResult
-from .reader import Counts, StoreReader
+from .reader import StoreReader
 from .records import Answer, answers_of, answers_row, routing_row, sample_row
 from .resume import PartialGroup, ResumePlan, undo_after
 from .schema import (
@@ -30,12 +30,9 @@ from .schema import (
     TRAINED,
     ReadOnlyFile,
     StoreError,
-    StoreFullError,
     open_exclusively,
     store_errors,
 )
-
-__all__ = ["Counts", "PartialGroup", "ResumePlan", "RolloutStore", "StoreError", "StoreFullError", "StoreReader"]
 
 
 class RolloutStore(StoreReader):
