@@ -35,6 +35,7 @@ setup(
         "parquet": ["pyarrow>=15"],
         "gpu": ["transformer-engine[pytorch]>=2"],
         "mpi": ["mpi4py>=4"],
+        "mutation": ["cosmic-ray>=8.7"],
         "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "pyarrow>=15", "ruff>=0.9", "mypy>=1.13"],
     },
     entry_points={"console_scripts": ["vcpo = vcpo_megatron.cli.main:main"]},

@@ -272,7 +272,7 @@ class EnvironmentConfig(Section):
 
 
 class StalenessConfig(Section):
-    """How old rollouts may be; staleness_and_durability.md says how the bound is kept."""
+    """How old rollouts may be; staleness.md says how the bound is kept."""
 
     max_staleness: int = Field(
         4, ge=0, description="most versions between the oldest token of an answer and its step; 0: on-policy"
