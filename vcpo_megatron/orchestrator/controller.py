@@ -1,13 +1,13 @@
 """The controller: starts the parts of a run in order, lets them run beside each other, ends them in order.
 
-                       admits (bound)          finished, on disk           G oldest groups
-     data cursor --> Generation ----------> store, Batcher --------------> training loop --BatchReady--> learner
-                        |    ^                  (Recorder)                      ^                           |
-               /generate|    |loaded version                                    +---------StepDone---------+|
-                        v    |                                                                              |
-                   rollout servers <--pause, begin, buckets, end, continue-- WeightSync <--WeightsReady-----+
-                     (Fleet)  ^                                                  |
-                              +--------- Evaluation (pinned version) <-----------+--> eval/accuracy --> MetricsLog
+                    admits (bound)      finished, on disk      G oldest groups
+     prompts --> Generation --------------> GroupLedger --------> Batcher --> training loop --BatchReady--> learner
+                     |    ^            (Recorder, RolloutStore)                    ^                          |
+            /generate|    |loaded version                                          +--------StepDone---------+|
+                     v    |                                                                                   |
+                rollout servers <--pause, begin, buckets, end, continue-- WeightSync <------WeightsReady------+
+                  (Fleet)  ^                                                  |
+                           +--------- Evaluation (pinned version) <-----------+--> eval/accuracy --> MetricsLog
 
 Loops, each documented where it lives: ``LearnerLink.receive``, ``LearnerLink.heartbeat``, ``Fleet.supervise``,
 ``WeightSync.run``, ``Generation.run``, ``Evaluation.run``, and here:
@@ -19,7 +19,7 @@ Loops, each documented where it lives: ``LearnerLink.receive``, ``LearnerLink.he
                waits for: time
 
 ``lag = "exact"`` replaces Generation, Batcher, Evaluation and ``_train`` by ``exact.ExactRun``, and
-``engine = "replay"`` replaces them by ``replay.Replay``, without servers.
+``engine = "replay"`` replaces them by ``replay.Replay``, without servers; the ledger is the same.
 """
 
 from __future__ import annotations
@@ -307,6 +307,7 @@ class Controller:
 
         async def main() -> None:
             if await self._stop.unless_made(self._start_servers(fleet, sync)):
+                generation.begin()
                 await run_beside(
                     self._train(trainer, batcher, generation, evaluation, sync), generation.run(), evaluation.run()
                 )

@@ -71,7 +71,7 @@ class GenerationRules:
 
 
 class Generation:
-    """``plan``: where a resumed run goes on; its groups are in the ledger already."""
+    """``plan``: where a resumed run goes on; its groups are in the ledger already. ``begin``, then ``run``."""
 
     def __init__(
         self,
@@ -98,18 +98,22 @@ class Generation:
         self._tasks: set[asyncio.Future[None]] = set()
         self._prompts = prompts
         self._failures = failures
-        self._equal_in_a_row = 0
+        self._zero_variance_in_a_row = 0
         self._episodes: dict[tuple[int, int], PartialRollout] = {}
         self._stopping = False
         self._error: BaseException | None = None
-        # Groups that a crash came too early for: they end here, before anyone can ask for a batch.
-        self._crashed = [self._drop_equal(group) for group in list(ledger.live.values()) if self._is_equal(group)]
+        self._ends: list[asyncio.Future[bool]] = []
+
+    def begin(self) -> None:
+        """End complete groups without variance that a crash came too early for, before anyone can ask for a batch."""
+        groups = [group for group in self._ledger.live.values() if self._lacks_variance(group)]
+        self._ends = [self._drop_zero_variance(group) for group in groups]
 
     async def run(self) -> None:
         """Admit groups until cancelled; cancels what is in flight then."""
         try:
-            for ended in self._crashed:
-                await self._count_equal(ended)
+            for ended in self._ends:
+                await self._count_zero_variance(ended)
             for partial in self._partial:
                 await self._go_on(partial)
             while True:
@@ -209,26 +213,26 @@ class Generation:
     async def _completed(self, group: LiveGroup) -> None:
         """Its last trajectory is in: the group is a success; one without variance is dropped by choice."""
         self._failures.success()
-        if self._is_equal(group):  # nothing was awaited since it became complete: nobody can have taken it
-            await self._count_equal(self._drop_equal(group))
+        if self._lacks_variance(group):  # nothing was awaited since it became complete: nobody can have taken it
+            await self._count_zero_variance(self._drop_zero_variance(group))
         else:
-            self._equal_in_a_row = 0
+            self._zero_variance_in_a_row = 0
 
-    def _is_equal(self, group: LiveGroup) -> bool:
+    def _lacks_variance(self, group: LiveGroup) -> bool:
         """Whether the rewards of a complete group are all equal, and such groups are dropped."""
         rewards = {member.reward for member in group.members.values()}
         return self._rules.drop_zero_variance and group.complete and len(rewards) == 1
 
-    def _drop_equal(self, group: LiveGroup) -> asyncio.Future[bool]:
+    def _drop_zero_variance(self, group: LiveGroup) -> asyncio.Future[bool]:
         return self._ledger.drop(group.group_id, ZERO_VARIANCE)
 
-    async def _count_equal(self, ended: asyncio.Future[bool]) -> None:
-        self._equal_in_a_row += 1
+    async def _count_zero_variance(self, ended: asyncio.Future[bool]) -> None:
+        self._zero_variance_in_a_row += 1
         await ended
-        if self._equal_in_a_row >= self._rules.max_zero_variance:
+        if self._zero_variance_in_a_row >= self._rules.max_zero_variance:
             raise RunError(
-                f"{self._equal_in_a_row} groups in a row had equal rewards and were dropped: there is nothing to learn "
-                "from these prompts; take others, or set train.drop_zero_variance = false"
+                f"{self._zero_variance_in_a_row} groups in a row had equal rewards and were dropped: there is "
+                "nothing to learn from these prompts; take others, or set train.drop_zero_variance = false"
             )
 
     async def _failed(self, work: _Work, sample_index: int, error: Exception) -> int | None:
