@@ -34,9 +34,7 @@ def unpack_array(packed: Sequence[Any], buffers: Sequence[Any]) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def pack_trajectories(
-    trajectories: Sequence[Trajectory], buffers: list[Any], *, experts: bool = True
-) -> dict[str, Any]:
+def pack_trajectories(trajectories: Sequence[Trajectory], buffers: list[Any], *, experts: bool = True) -> list[Any]:
     """What a header holds of ``trajectories``, in their order; ``experts``: with those that their tokens went to."""
     routed = [t.routed_experts for t in trajectories if t.routed_experts is not None] if experts else []
 
@@ -44,24 +42,24 @@ def pack_trajectories(
         arrays = [getattr(trajectory, name) for trajectory in trajectories]
         return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
-    return {
-        "members": [_head(t, experts and t.routed_experts is not None) for t in trajectories],
-        "tokens": pack_array(joined("tokens", np.int32), buffers),
-        "loss_mask": pack_array(np.packbits(joined("loss_mask", np.bool_)), buffers),
-        "behavior_logprobs": pack_array(joined("behavior_logprobs", np.float32), buffers),
-        "routed_experts": pack_array(np.concatenate(routed), buffers) if routed else None,
-    }
+    return [  # without names: a short trajectory would be half names
+        [_head(t, experts and t.routed_experts is not None) for t in trajectories],
+        pack_array(joined("tokens", np.int32), buffers),
+        pack_array(np.packbits(joined("loss_mask", np.bool_)), buffers),
+        pack_array(joined("behavior_logprobs", np.float32), buffers),
+        pack_array(np.concatenate(routed), buffers) if routed else None,
+    ]
 
 
-def unpack_trajectories(packed: dict[str, Any], buffers: Sequence[Any]) -> list[Trajectory]:
+def unpack_trajectories(packed: Sequence[Any], buffers: Sequence[Any]) -> list[Trajectory]:
     """Inverse of ``pack_trajectories``."""
-    tokens = unpack_array(packed["tokens"], buffers)
-    mask = np.unpackbits(unpack_array(packed["loss_mask"], buffers), count=len(tokens)).view(np.bool_)
-    logprobs = unpack_array(packed["behavior_logprobs"], buffers)
-    experts = None if packed["routed_experts"] is None else unpack_array(packed["routed_experts"], buffers)
+    heads, *arrays, routed_experts = packed
+    tokens, bits, logprobs = (unpack_array(array, buffers) for array in arrays)
+    mask = np.unpackbits(bits, count=len(tokens)).view(np.bool_)
+    experts = None if routed_experts is None else unpack_array(routed_experts, buffers)
     position = routed = 0
     found = []
-    for group_id, sample_index, prompt_id, prompt_length, length, turns, reward, info, is_routed in packed["members"]:
+    for group_id, sample_index, prompt_id, prompt_length, length, turns, reward, info, is_routed in heads:
         cut = slice(position, position + length)
         position = cut.stop
         own = None
