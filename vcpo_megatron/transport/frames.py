@@ -40,8 +40,8 @@ def _pack_value(value: Any, buffers: list[Any]) -> Any:
         case Batch():
             return _pack_batch(value, buffers)
         case StepResult():
-            rows = [list(asdict(row).values()) for row in value.trajectories]
-            return [value.step, str(value.version), value.skipped, dict(value.metrics), rows]
+            results = [list(asdict(result).values()) for result in value.trajectories]
+            return [value.step, str(value.version), value.skipped, dict(value.metrics), results]
         case bytes():
             buffers.append(value)
             return len(buffers) - 1
@@ -58,9 +58,9 @@ def _unpack_value(kind: str, value: Any, frames: list[Any]) -> Any:
         case "Batch":
             return _unpack_batch(value, frames)
         case "StepResult":
-            step, version, skipped, metrics, rows = value
-            results = tuple(TrajectoryResult(*row) for row in rows)
-            return StepResult(step, PolicyVersion.parse(version), skipped, metrics, results)
+            step, version, skipped, metrics, results = value
+            trajectories = tuple(TrajectoryResult(*result) for result in results)
+            return StepResult(step, PolicyVersion.parse(version), skipped, metrics, trajectories)
         case "bytes":
             return bytes(frames[value])
         case _:
