@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import mutation  # noqa: E402
-from benchmarks.tool import run_tool  # noqa: E402
 from benchmarks.mutation import Area  # noqa: E402
+from benchmarks.tool import run_tool  # noqa: E402
 
 #: The least share of mutants that die.
 SHARE = 0.9
@@ -46,13 +46,13 @@ AREAS = (
         "staleness",
         25,
         ("vcpo_megatron/orchestrator/modes/staleness.py",),
-        ("tests/orchestrator/modes/test_staleness.py", "tests/orchestrator/modes/test_pacing.py"),
+        ("tests/orchestrator/modes/test_staleness.py",),
     ),
     Area(
         "batching",
         25,
-        ("vcpo_megatron/orchestrator/modes/batcher.py",),
-        ("tests/orchestrator/modes/test_batcher.py", "tests/orchestrator/modes/test_generation.py"),
+        ("vcpo_megatron/orchestrator/modes/batcher.py", "vcpo_megatron/orchestrator/store/ledger.py"),
+        ("tests/orchestrator/modes/test_batcher.py", "tests/orchestrator/store/test_ledger.py"),
     ),
     Area(
         "weight-sync",

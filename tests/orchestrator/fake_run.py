@@ -353,8 +353,8 @@ class FakeLearner(threading.Thread):
             self._weights(client)
             deadline = time.monotonic() + 120
             while self.stopped is None and not self.errors and time.monotonic() < deadline:
-                if (message := client.receive(0.02)) is not None:
-                    self._handle(client, message)
+                if (received := client.receive(0.02)) is not None:
+                    self._handle(client, received.message)
             self._ended = True
             sender.join()
         finally:
@@ -423,12 +423,14 @@ class FakeLearner(threading.Thread):
         end = time.monotonic() + (self.long_s if step in self.long_steps else self.step_s)
         asked = False
         while not asked and (left := end - time.monotonic()) > 0:
-            message = client.receive(left)
-            if isinstance(message, AbortStep):
-                assert message.step == step
+            received = client.receive(left)
+            if received is None:
+                continue
+            if isinstance(received.message, AbortStep):
+                assert received.message.step == step
                 asked = self.may_leave
-            elif message is not None:
-                self._handle(client, message)
+            else:
+                self._handle(client, received.message)
         return asked
 
     def learn(self, batch: Batch) -> None:

@@ -15,6 +15,7 @@ from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config, stoppe
 from vcpo_megatron.orchestrator.modes.metrics_log import MetricsLog
 from vcpo_megatron.orchestrator.modes.trainer import Trainer
 from vcpo_megatron.orchestrator.peers import servers
+from vcpo_megatron.orchestrator.store.ledger import Cursor, GroupLedger
 from vcpo_megatron.orchestrator.store.recorder import Recorder
 from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.rollout.fleet.fleet import FleetError
@@ -403,18 +404,18 @@ def test_a_prompt_that_waited_to_be_sampled_again_is_carried_by_the_checkpoint(t
     async def main() -> None:
         recorder = Recorder(lambda: RolloutStore(tmp_path / "other.sqlite"))
         await recorder.open()
+        ledger = GroupLedger(recorder, Cursor(requeue=[5, 8]), version=2)
         trainer = Trainer(
             config(),
-            Link(),
+            Link(),  # type: ignore[arg-type]
+            ledger,
             recorder,
             MetricsLog([], [], 9),
             RunDirectory(tmp_path),
-            version=2,
-            fingerprint="f",  # type: ignore[arg-type]
-            requeue=[5, 8],
+            fingerprint="f",
             stop=StopRequest(),
         )
-        trainer.version = 3
+        ledger.version = 3
         await trainer.checkpoint()
         await recorder.finish("run ended")
 

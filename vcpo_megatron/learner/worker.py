@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..config.process import ENDED_BY_ORCHESTRATOR, ProcessContext
 from ..config.schema import RunConfig
-from ..transport.control import ControlClient
+from ..transport.control import ControlClient, Received
 from ..transport.frames import decode, encode
 from ..transport.messages import (
     AbortStep,
@@ -88,7 +88,7 @@ class Worker:
         source = Snapshots(gatherer, self._parallel, trainable.shape)
         self._sender = WeightSender(config, context, source, self._control) if sends else None
         self._stall_s = 0.0  # seconds that the last version's copy took
-        self._inbox: deque[Message] = deque()
+        self._inbox: deque[Received] = deque()
         self._last_message = time.monotonic()
 
     def run(self) -> None:
@@ -137,10 +137,10 @@ class Worker:
     def _abort_requested(self) -> bool:
         """Rank 0, during a step: whether it is to be aborted. Other messages wait in the inbox."""
         assert self._control is not None
-        while (message := self._control.receive(0.0)) is not None:
+        while (received := self._control.receive(0.0)) is not None:
             self._last_message = time.monotonic()
-            self._inbox.append(message)
-        asked = [message for message in self._inbox if isinstance(message, AbortStep)]
+            self._inbox.append(received)
+        asked = [message for message, _ in self._inbox if isinstance(message, AbortStep)]
         return any(message.step == self._version.number for message in asked)
 
     def _look_after_checkpoint(self, *, wait: bool = False) -> None:
@@ -161,10 +161,13 @@ class Worker:
 
     def _next_command(self) -> Message:
         """The orchestrator's next message, on every rank."""
-        frames = [bytes(frame) for frame in encode(self._receive())] if self._parallel.rank == 0 else []
-        return decode(_broadcast_frames(frames, self._parallel))
+        if self._parallel.rank == 0:
+            message, frames = self._receive()
+            _broadcast_frames(frames, self._parallel)
+            return message
+        return decode(_broadcast_frames([], self._parallel))
 
-    def _receive(self) -> Message:
+    def _receive(self) -> Received:
         """Rank 0: the next command, or a Heartbeat for the other ranks when there is none for a while.
 
         The orchestrator sends heartbeats of its own; ControlError when it is silent for ``launch.timeout_s``.
@@ -173,14 +176,15 @@ class Worker:
         if self._inbox:
             return self._inbox.popleft()
         idle_s = SAVING_S if self._checkpoints.busy else IDLE_S
-        if (message := self._control.receive(idle_s)) is not None:
+        if (received := self._control.receive(idle_s)) is not None:
             self._last_message = time.monotonic()
-            return message
+            return received
         if time.monotonic() - self._last_message > self._config.launch.timeout_s:
             raise ControlError(
                 f"the orchestrator was silent for {self._config.launch.timeout_s:g} s (launch.timeout_s); see its log"
             )
-        return Heartbeat("learner", "idle")
+        idle = Heartbeat("learner", "idle")
+        return Received(idle, encode(idle))
 
     def _publish_weights(self) -> None:
         """Copy this version's weights; the sender does the rest."""

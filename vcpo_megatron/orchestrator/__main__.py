@@ -32,7 +32,7 @@ from .controller import Controller, Parts
 from .modes.replay import open_recorded, recorded_steps
 from .peers.servers import make_fleet
 from .peers.weight_sync import SyncError
-from .store.store import StoreError
+from .store.schema import StoreError
 
 #: Characters of the last line: a message with two long paths and its remedy.
 LIMIT = 900

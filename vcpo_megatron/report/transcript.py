@@ -13,7 +13,7 @@ from ..run.directory import RunDirectory
 from ..run.text import printable
 
 
-class Spoken:
+class Transcripts:
     """Texts of a run's trajectories. ConfigError, StoreError: the run's configuration or tokenizer cannot be read."""
 
     def __init__(self, store: StoreReader, directory: RunDirectory) -> None:
@@ -58,12 +58,12 @@ class Spoken:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def lines_of(spoken: Mapping[str, Any]) -> Iterator[str]:
-    """What ``Spoken.of`` gives, for a terminal: control characters are escaped, lines indented."""
-    if spoken["text"] is None:
-        yield f"    ({spoken['no_text']})"
+def lines_of(transcript: Mapping[str, Any]) -> Iterator[str]:
+    """What ``Transcripts.of`` gives, for a terminal: control characters are escaped, lines indented."""
+    if transcript["text"] is None:
+        yield f"    ({transcript['no_text']})"
         return
-    for piece in spoken["text"]:
+    for piece in transcript["text"]:
         reason = f" ({piece['finish_reason']})" if "finish_reason" in piece else ""
         first, *rest = (printable(line) for line in piece["text"].split("\n"))
         yield f"    {piece['of'] + reason + ':':<18}{first}"

@@ -18,6 +18,8 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 #: A log-prob may exceed 0 by so much.
 _ROUNDING = 1e-4
+#: Log-probs are kept as float32, whose lowest number this is.
+_LOWEST = -3.4028234663852886e38
 #: Splits that a server must not have -> why.
 _REFUSED = {
     "dp_size": "its replicas share one address; start each as a server of its own",
@@ -62,10 +64,13 @@ def parse_generate(
 ) -> GenerateResult:
     """One answer of ``/generate``; ProtocolError when anything that training needs is missing or inconsistent.
 
-    ``sampling``: what was asked for. Where it leaves only part of the vocabulary to sample from, the log-probs are
-    those of that part, and an answer without them is refused.
+    ``sampling``: what was asked for, so many tokens at most. Where it leaves only part of the vocabulary to sample
+    from, the log-probs are those of that part, and an answer without them is refused.
     """
     output_ids = token_ids(_field(reply, "output_ids", "generate reply"), "output_ids", vocab_size)
+    if sampling is not None and len(output_ids) > sampling.max_new_tokens:
+        asked = f"max_new_tokens = {sampling.max_new_tokens} were asked for"
+        raise ProtocolError(f"output_ids: {len(output_ids)} tokens where at most {asked}")
     meta = _field(reply, "meta_info", "generate reply")
     reason = _field(meta, "finish_reason", "meta_info")
     finish = _field(reason, "type", "finish_reason")
@@ -156,7 +161,7 @@ def _restricted_logprobs(meta: object, count: int) -> tuple[float, ...]:
         got = len(values) if isinstance(values, list) else repr(values)
         raise ProtocolError(f"{name}: {got} entries for {count} tokens")
     for index, value in enumerate(values):
-        check_number(value, f"{name}[{index}]", "a log-prob", lambda logprob: logprob <= _ROUNDING)
+        check_number(value, f"{name}[{index}]", "a log-prob", lambda logprob: _LOWEST <= logprob <= _ROUNDING)
     return tuple(float(value) for value in values)
 
 
@@ -167,7 +172,7 @@ def _logprobs(entries: object, tokens: Sequence[int], name: str) -> tuple[float,
         raise ProtocolError(f"{name}: {got} entries for {len(tokens)} tokens")
     if set(map(type, entries)) == {list} and min(map(len, entries)) > 1:  # as in ``token_ids``
         found = [entry[0] for entry in entries]
-        if set(map(type, found)) == {float} and all(map(math.isfinite, found)):
+        if set(map(type, found)) == {float} and all(map(math.isfinite, found)) and min(found) >= _LOWEST:
             if all(map(operator.eq, (entry[1] for entry in entries), tokens)):
                 return tuple(found)
     values = []
@@ -175,7 +180,7 @@ def _logprobs(entries: object, tokens: Sequence[int], name: str) -> tuple[float,
         if not isinstance(entry, Sequence) or len(entry) < 2 or entry[1] != token:
             raise ProtocolError(f"{name}[{index}] = {entry!r}: expected [logprob, {token}, text]")
         value = entry[0]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _LOWEST <= value < math.inf:
             raise ProtocolError(f"{name}[{index}]: log-prob {value!r} of token {token} is not a finite number")
         values.append(float(value))
     return tuple(values)
