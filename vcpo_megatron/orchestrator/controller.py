@@ -7,7 +7,7 @@
                      v    |                                                                                   |
                 rollout servers <--pause, begin, buckets, end, continue-- WeightSync <------WeightsReady------+
                   (Fleet)  ^                                                  |
-                           +--------- Evaluation (held version) <------------+--> eval/accuracy --> MetricsLog
+                           +--------- Evaluation (held version) <-------------+--> eval/accuracy --> MetricsLog
 
 Loops, each documented where it lives: ``LearnerLink.receive``, ``LearnerLink.heartbeat``, ``Fleet.supervise``,
 ``WeightSync.run``, ``Generation.run``, ``Evaluation.run``, and here:
