@@ -16,7 +16,7 @@ import json
 from benchmarks import orchestrator
 from benchmarks.tool import failed, run_tool, tool_parser
 
-from vcpo_megatron.rollout.client.open_files import allow_connections
+from vcpo_megatron.rollout.client.http import allow_connections
 
 SHORT, LONG = 32, 512
 

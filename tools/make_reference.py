@@ -28,7 +28,7 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vcpo_megatron.config.methods import METHODS, Method  # noqa: E402
+from vcpo_megatron.config.methods import METHODS, MethodPreset  # noqa: E402
 from vcpo_megatron.config.schema import AlgorithmConfig, RunConfig, Section  # noqa: E402
 from vcpo_megatron.launch.resume import CHANGEABLE_ON_RESUME  # noqa: E402
 from vcpo_megatron.observability.metrics import METRICS  # noqa: E402
@@ -56,7 +56,7 @@ KEY_HEADER = "| key | value | default | resume | meaning |\n|---|---|---|---|---
 METHOD_TABLE = """\
 ### Methods
 
-What a row of `algorithm.method` sets; each of these keys overrides the row. [method.md](method.md) has the formulas.
+What each `algorithm.method` sets; each of these keys overrides its preset. [method.md](method.md) has the formulas.
 """
 METRICS_PAGE = """\
 # Metrics
@@ -89,7 +89,7 @@ METRIC_SECTIONS: dict[str, tuple[str, str]] = {
     ),
     "Work and time": ("", "tokens/ time/ sync/"),
 }
-_OF_A_METHOD = {f"algorithm.{field.name}" for field in dataclasses.fields(Method)}
+_OF_A_METHOD = {f"algorithm.{field.name}" for field in dataclasses.fields(MethodPreset)}
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
 _BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
 
@@ -127,7 +127,7 @@ def _type(annotation: Any) -> str:
 
 
 def default(key: str, field: FieldInfo) -> str:
-    """The default as TOML; in words where a row of a method gives it, or where there is none."""
+    """The default as TOML; in words where the method's preset gives it, or where there is none."""
     if field.is_required():
         return "**required**"
     value = field.get_default(call_default_factory=True)
@@ -178,11 +178,11 @@ def _belongs(name: str, part: str) -> bool:
 
 
 def _methods() -> str:
-    keys = [field.name for field in dataclasses.fields(Method) if field.name in AlgorithmConfig.model_fields]
+    keys = [field.name for field in dataclasses.fields(MethodPreset) if field.name in AlgorithmConfig.model_fields]
     lines = [f"| method | {' | '.join(f'`{key}`' for key in keys)} | what it is |", "|---" * (len(keys) + 2) + "|"]
-    for name, row in METHODS.items():
-        values = [str(getattr(row, key)).lower() for key in keys]
-        lines.append(f"| `{name}` | {' | '.join(values)} | {row.summary} |")
+    for name, preset in METHODS.items():
+        values = [str(getattr(preset, key)).lower() for key in keys]
+        lines.append(f"| `{name}` | {' | '.join(values)} | {preset.summary} |")
     return "\n".join(lines) + "\n"
 
 

@@ -46,19 +46,28 @@ AREAS = (
         "staleness",
         25,
         ("vcpo_megatron/orchestrator/modes/staleness.py",),
-        ("tests/orchestrator/modes/test_staleness.py", "tests/orchestrator/modes/test_pacing.py"),
+        ("tests/orchestrator/modes/test_staleness.py",),
     ),
     Area(
         "batching",
         25,
-        ("vcpo_megatron/orchestrator/modes/batcher.py",),
-        ("tests/orchestrator/modes/test_batcher.py", "tests/orchestrator/modes/test_generation.py"),
+        ("vcpo_megatron/orchestrator/modes/batcher.py", "vcpo_megatron/orchestrator/store/ledger.py"),
+        ("tests/orchestrator/modes/test_batcher.py", "tests/orchestrator/store/test_ledger.py"),
     ),
     Area(
         "weight-sync",
         40,
-        ("vcpo_megatron/weight_sync/update.py", "vcpo_megatron/orchestrator/peers/weight_sync.py"),
-        ("tests/orchestrator/peers/test_weight_sync.py", "tests/weight_sync/test_couriers.py"),
+        (
+            "vcpo_megatron/weight_sync/orchestrator.py",
+            "vcpo_megatron/weight_sync/wave.py",
+            "vcpo_megatron/orchestrator/peers/weight_sync.py",
+        ),
+        (
+            "tests/orchestrator/peers/test_weight_sync.py",
+            "tests/weight_sync/test_orchestrator.py",
+            "tests/weight_sync/*/test_orchestrator.py",
+            "tests/weight_sync/test_verification.py",
+        ),
     ),
 )
 

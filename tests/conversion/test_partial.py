@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from vcpo_megatron.conversion.errors import ConversionError
-from vcpo_megatron.conversion.partial import Partial, Progress, carried_files, size_text
+from vcpo_megatron.conversion.partial import CopyProgress, Partial, carried_files, size_text
 
 
 def test_only_the_same_plan_is_taken_up_again(tmp_path: Path) -> None:
@@ -58,13 +58,13 @@ def test_errors_leave_nothing_and_interruptions_everything(tmp_path: Path) -> No
 
 def test_progress() -> None:
     stream = io.StringIO()
-    progress = Progress("import m", 4 * 10**9, stream, every_s=0.0)
+    progress = CopyProgress("import m", 4 * 10**9, stream, every_s=0.0)
     progress.skip(10**9)
     progress.add(10**9)
     assert progress.line(10.0) == "import m: 2.00 GB of 4.00 GB (50 %), 100.00 MB/s, 20 s left"
     told = stream.getvalue()
     assert told.startswith("import m: 2.00 GB of 4.00 GB (50 %), ") and told.endswith("left\n")
-    assert Progress("x", 10, None).line(1.0) == "x: 0 bytes of 10 bytes (0 %), 0 bytes/s, time left unknown"
+    assert CopyProgress("x", 10, None).line(1.0) == "x: 0 bytes of 10 bytes (0 %), 0 bytes/s, time left unknown"
 
 
 def test_sizes_are_never_zero_gigabytes() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from vcpo_megatron.conversion.errors import ConversionError
 from vcpo_megatron.conversion.families.registry import FAMILIES, open_model
-from vcpo_megatron.models.families import model_shape, tensors
+from vcpo_megatron.models.families.registry import model_shape, tensors
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 37,
@@ -31,10 +31,10 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.rules.model_type)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config_rules.model_type)
 def test_tables_are_complete_and_disjoint(family: Any, tied: bool) -> None:
     config = {**CONFIG, "architectures": [family.architecture], "tie_word_embeddings": tied}
-    if family.rules.latent:
+    if family.config_rules.latent:
         config |= {"num_key_value_heads": 6, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
     found, shape = open_model(config)
     assert found is family and shape == model_shape(config)

@@ -72,7 +72,7 @@ def stop_within_a_step(run_dir: Path) -> None:
             time.sleep(1.5)
             learner.resume()
             assert run.wait(60) == 128 + signal.SIGTERM, run.text()
-        if "was left in its middle" in (run_dir / "logs/orchestrator.0.log").read_text():
+        if "was aborted (launch.grace_s" in (run_dir / "logs/orchestrator.0.log").read_text():
             return
     pytest.fail("no stop came in the middle of a step")
 

@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_check(name: str, check: Callable[[Path], str], folder: Path) -> Outcome:
-    from vcpo_megatron.learner.megatron.parallel import leave_layout
+    from tests.learner.world import leave_layout
 
     started = time.monotonic()
     try:
@@ -265,7 +265,7 @@ class Bench:
         return result, gradients
 
     def close(self) -> None:
-        from vcpo_megatron.learner.megatron.parallel import leave_layout
+        from tests.learner.world import leave_layout
 
         leave_layout()  # so that another can be built
 
@@ -284,7 +284,7 @@ def memory_and_time(folder: Path) -> str:
         peak = {outcome.name: outcome.transient for outcome in found.outcomes}
         kept = {outcome.name: outcome.persistent / bench.parameters for outcome in found.outcomes}
         extra = (peak["accumulate"] - peak["plain"]) / bench.parameters
-        from vcpo_megatron.learner.megatron.parallel import leave_layout
+        from tests.learner.world import leave_layout
 
         leave_layout()
         texts.append(
@@ -325,7 +325,7 @@ def fused_weight_gradients(folder: Path) -> str:
     import torch
 
     from vcpo_megatron.learner.megatron import platform
-    from vcpo_megatron.learner.megatron.kernels import add_product
+    from vcpo_megatron.learner.megatron.platform import add_product
 
     if not platform.kernels().adds_products:
         raise Skipped("Apex's kernel is not installed, or there is no GPU for it")

@@ -25,10 +25,18 @@ import pytest
 
 from vcpo_megatron.launch import workspace
 from vcpo_megatron.run.directory import RunDirectory
+from vcpo_megatron.run.integrity import sealed
 
 PATIENCE_S = 60.0
-#: The smallest text that counts as the manifest of a complete checkpoint.
-MANIFEST = '{"step": 0, "attempt": 1, "version_number": 0, "learner": {}, "orchestrator": {}}'
+
+
+def manifest(step: int = 0, attempt: int = 1) -> str:
+    """The smallest text that counts as the manifest of a complete checkpoint."""
+    counts = {"step": step, "attempt": attempt, "version_number": step}
+    return sealed({**counts, "learner": {}, "orchestrator": {}})
+
+
+MANIFEST = manifest()
 
 #: Runs ``local.run`` in a process of its own, so that signals, kill -9 and exit codes are the real ones.
 DRIVER = """
@@ -557,7 +565,7 @@ def test_a_lost_count_of_attempts_goes_on_after_that_of_the_checkpoints(tmp_path
     for step, attempt in ((2, 7), (4, 6)):
         folder = tmp_path / "checkpoints" / f"step_{step}"
         folder.mkdir(parents=True)
-        (folder / "manifest.json").write_text(MANIFEST.replace('"attempt": 1', f'"attempt": {attempt}'))
+        (folder / "manifest.json").write_text(manifest(attempt=attempt))
     assert [workspace.next_attempt(RunDirectory(tmp_path)) for _ in range(2)] == [8, 9]
 
 
@@ -771,8 +779,7 @@ def test_a_user_goes_back_to_an_older_checkpoint(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         folder = tmp_path / "checkpoints" / f"step_{step}"
         folder.mkdir(parents=True)
-        whole = {"step": step, "attempt": 1, "version_number": step, "learner": {}, "orchestrator": {}}
-        (folder / "manifest.json").write_text(json.dumps(whole))
+        (folder / "manifest.json").write_text(manifest(step))
     with started(tmp_path, resume=True, from_step=3) as run:
         code, _, err = run.wait()
     assert code == 1 and "step_3 is no complete checkpoint; complete are: step_2, step_4, step_6" in err

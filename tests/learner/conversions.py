@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vcpo_megatron.cli import main as cli
-from vcpo_megatron.learner.checkpoint.convert import Layout, import_hf
+from vcpo_megatron.learner.checkpoint.convert import CheckpointLayout, import_hf
 
 
 def convert(*arguments: str | Path) -> int:
@@ -16,5 +16,5 @@ def convert(*arguments: str | Path) -> int:
 def imported_beside(folder: Path) -> Path:
     """The checkpoint of a model folder."""
     out = folder.with_name("checkpoint")
-    import_hf(folder, out, Layout(), vocab_multiple=8, progress=False)
+    import_hf(folder, out, CheckpointLayout(), vocab_multiple=8, progress=False)
     return out

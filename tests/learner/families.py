@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
+
+from vcpo_megatron.run.integrity import crc_of_file, sealed, unsealed
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,
@@ -111,9 +112,10 @@ def reference_logits(folder: Path) -> list[torch.Tensor]:
         return [model(prompt[None]).logits[0] for prompt in prompts()]
 
 
-def without_checksums(checkpoint: Path) -> Path:
-    """The imported ``checkpoint`` as an earlier version wrote it."""
-    manifest = json.loads((checkpoint / "vcpo_checkpoint.json").read_text())
-    older = {key: value for key, value in manifest.items() if key not in ("checksums", "crc32")}
-    (checkpoint / "vcpo_checkpoint.json").write_text(json.dumps(older))
+def resealed(checkpoint: Path) -> Path:
+    """The imported ``checkpoint`` with checksums of its files as they are now: its readers must see the damage."""
+    path = checkpoint / "vcpo_checkpoint.json"
+    manifest = unsealed(path.read_bytes())
+    present = [name for name in manifest["checksums"] if (checkpoint / name).exists()]
+    path.write_text(sealed({**manifest, "checksums": {name: crc_of_file(checkpoint / name) for name in present}}))
     return checkpoint

@@ -107,8 +107,8 @@ class Policy:
 
     def loss(self, objective: Callable[[Sample], Tensor], *, whole_batch: bool = False) -> Tensor:
         """- sum_i c_i sum_t J_t over trajectories of groups with variance, or of all."""
-        speaking = [g for g in self.groups() if whole_batch or len({s.reward for s in g}) > 1]
-        return -torch.stack([s.coefficient * objective(s).sum() for g in speaking for s in g]).sum()
+        trained = [g for g in self.groups() if whole_batch or len({s.reward for s in g}) > 1]
+        return -torch.stack([s.coefficient * objective(s).sum() for g in trained for s in g]).sum()
 
 
 def sequence_weighted(s: Sample) -> Tensor:

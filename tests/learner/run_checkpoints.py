@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.learner.megatron import platform
 from vcpo_megatron.types import Batch, PolicyVersion
 
+from .world import leave_layout
+
 
 def loads_after_changes(config: RunConfig, batches: list[Batch], run_dir: str, changes: list[str]) -> list[str]:
     """Save two checkpoints, then change one byte of each of ``changes`` in the second, one after the other (its size
@@ -20,7 +21,7 @@ def loads_after_changes(config: RunConfig, batches: list[Batch], run_dir: str, c
     platform.prepare()
     from vcpo_megatron.learner.checkpoint.checkpoints import Checkpoints
     from vcpo_megatron.learner.checkpoint.errors import CheckpointError
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.megatron.training import build_trainable
     from vcpo_megatron.learner.step.vcpo_step import VcpoStep
     from vcpo_megatron.run.directory import RunDirectory
@@ -58,7 +59,7 @@ def loads_after_changes(config: RunConfig, batches: list[Batch], run_dir: str, c
 
 def _other_models(config: RunConfig, directory: Any, parallel: Any, trainable: Any) -> list[str]:
     """What this rank is told of checkpoint 2 with: another rope of the same shapes; other initial weights of the same
-    size; the first again, when an earlier version had written the manifest."""
+    size; another width."""
     from vcpo_megatron.learner.checkpoint.checkpoints import Checkpoints
     from vcpo_megatron.learner.checkpoint.errors import CheckpointError
 
@@ -75,17 +76,11 @@ def _other_models(config: RunConfig, directory: Any, parallel: Any, trainable: A
     shape = trainable.shape
     other = replace(shape, rope=replace(shape.rope, theta=123.0), norm_eps=0.5)
     messages = [told(other)]
-    weights, manifest = config.model.path / "model.safetensors", directory.checkpoint(2) / "manifest.json"
+    weights = config.model.path / "model.safetensors"
     if parallel.rank == 0:
         whole = weights.read_bytes()
         weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     messages.append(told(shape))
     if parallel.rank == 0:
         weights.write_bytes(whole)
-        earlier = json.loads(manifest.read_text())
-        del earlier["crc32"]
-        kept = {key: earlier["learner"]["model"][key] for key in ("padded vocabulary", "dtype", "parallel.expert > 1")}
-        names = {"layers": shape.num_layers, "hidden": shape.hidden_size, "vocabulary": shape.vocab_size}
-        earlier["learner"]["model"] = kept | names
-        manifest.write_text(json.dumps(earlier))
-    return [*messages, told(other), told(replace(shape, hidden_size=7))]
+    return [*messages, told(replace(shape, hidden_size=7))]

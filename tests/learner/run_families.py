@@ -13,14 +13,15 @@ from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.learner.megatron import platform
 
 from .families import prompts
+from .world import leave_layout
 
 
 def logits_each(cases: list[tuple[RunConfig, str | None]]) -> list[dict[str, Any]]:
     """For each (run, checkpoint or None: the HF folder): logits [T, V] of every prompt, all weights, used names."""
     platform.prepare()
-    from vcpo_megatron.learner.checkpoint.load import load_weights
+    from vcpo_megatron.learner.checkpoint.logprobs import load_weights
     from vcpo_megatron.learner.megatron.model import build_model
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.weights.gather import WeightGatherer
 
     outcomes = []
@@ -41,7 +42,7 @@ def logits_each(cases: list[tuple[RunConfig, str | None]]) -> list[dict[str, Any
 
 def _logits(chunks: Any, prompt: torch.Tensor, parallel: Any, size: int) -> torch.Tensor:
     """float32 [T, V] on every rank, padding cut off."""
-    from vcpo_megatron.learner.batch.packing import Layout
+    from vcpo_megatron.learner.batch.packing import PackLayout
     from vcpo_megatron.learner.megatron.schedule import as_loss, forward_tokens, run_schedule
 
     found: list[torch.Tensor] = []
@@ -53,7 +54,7 @@ def _logits(chunks: Any, prompt: torch.Tensor, parallel: Any, size: int) -> torc
         return as_loss(output.new_zeros(()))
 
     def forward(_: None, stage: Any):  # noqa: ANN202
-        layout = Layout.of([len(prompt)], parallel.share)
+        layout = PackLayout.of([len(prompt)], parallel.share)
         return forward_tokens(stage, prompt, torch.arange(len(prompt)), layout), collect
 
     with torch.no_grad():
@@ -69,9 +70,9 @@ def logprobs_each(cases: list[tuple[RunConfig, str]], prompts: list[list[int]]) 
     platform.prepare()
     import numpy as np
 
-    from vcpo_megatron.learner.checkpoint.load import load_weights
+    from vcpo_megatron.learner.checkpoint.logprobs import load_weights
     from vcpo_megatron.learner.megatron.model import build_model
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.megatron.scoring import score_with
 
     outcomes = []

@@ -11,6 +11,8 @@ from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.learner.megatron import platform
 from vcpo_megatron.types import Batch, PolicyVersion
 
+from .world import leave_layout
+
 
 def one_step_each(cases: list[tuple[RunConfig, list[Batch]]]) -> list[dict[str, Any]]:
     """For each case: results of the steps, gradients of the last one and parameters after it (HF names)."""
@@ -20,7 +22,7 @@ def one_step_each(cases: list[tuple[RunConfig, list[Batch]]]) -> list[dict[str, 
 def steps_from_other_weights(cases: list[tuple[RunConfig, Any, list[Batch]]]) -> list[dict[str, Any]]:
     """The same, where a step may start from the weights of another folder than ``model.path`` (None: that one)."""
     platform.prepare()
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.megatron.training import build_trainable
     from vcpo_megatron.learner.step.vcpo_step import VcpoStep
     from vcpo_megatron.learner.weights.gather import WeightGatherer
@@ -63,7 +65,7 @@ def export_and_save(cases: list[tuple[RunConfig, str]], batch: Batch) -> list[li
 
     from vcpo_megatron.learner.checkpoint.checkpoints import Checkpoints
     from vcpo_megatron.learner.checkpoint.exports import Exports
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.megatron.training import build_trainable
     from vcpo_megatron.learner.step.vcpo_step import VcpoStep
     from vcpo_megatron.learner.weights.gather import WeightGatherer
@@ -119,7 +121,6 @@ def refusals(pairs: list[tuple[RunConfig, RunConfig]], batches: list[Batch], run
     """What each second layout is told of the checkpoint of the first; "" where it loads it."""
     platform.prepare()
     from vcpo_megatron.learner.checkpoint.errors import CheckpointError
-    from vcpo_megatron.learner.megatron.parallel import leave_layout
 
     messages = []
     for number, (saving, loading) in enumerate(pairs):
@@ -137,7 +138,7 @@ def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: 
     from pathlib import Path
 
     from vcpo_megatron.learner.checkpoint.checkpoints import Checkpoints
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.megatron.training import build_trainable
     from vcpo_megatron.learner.step.vcpo_step import VcpoStep
     from vcpo_megatron.learner.weights.gather import WeightGatherer
@@ -166,7 +167,7 @@ def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: 
 def bytes_held(cases: list[tuple[RunConfig, list[Batch]]]) -> list[tuple[int, int]]:
     """For each case: this rank's parameters, and the bytes of the tensors it has between two steps."""
     platform.prepare()
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.megatron.training import build_trainable
     from vcpo_megatron.learner.step.vcpo_step import VcpoStep
 
@@ -237,7 +238,7 @@ def with_foreign_norms(cases: list[tuple[RunConfig, list[Batch]]], refused: list
     platform.prepare()
     from vcpo_megatron.learner.gradients.attach import UnsupportedLayer
     from vcpo_megatron.learner.megatron import layer_specs
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.megatron.training import build_trainable
     from vcpo_megatron.learner.step.vcpo_step import VcpoStep
 
@@ -291,7 +292,7 @@ def said_when_built(configs: list[RunConfig]) -> list[str]:
     import io
 
     platform.prepare()
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.megatron.training import build_trainable
     from vcpo_megatron.learner.step.vcpo_step import VcpoStep
 
@@ -322,7 +323,7 @@ def leave_and_take_again(cases: list[tuple[RunConfig, int]], batches: list[Batch
     """In each case: a step; the next one, which is asked to be left at the n-th look; that one again. And the same two
     steps without any of that. Whether it was left, what changed by it, and both ends."""
     platform.prepare()
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.megatron.training import build_trainable
     from vcpo_megatron.learner.step import abort as leaving
     from vcpo_megatron.learner.step.vcpo_step import VcpoStep
@@ -341,7 +342,7 @@ def leave_and_take_again(cases: list[tuple[RunConfig, int]], batches: list[Batch
                 return looks == at
 
             trainable = build_trainable(config, parallel, load=True)
-            step = VcpoStep(config, parallel, trainable, leave_asked=asked if leaves else None)
+            step = VcpoStep(config, parallel, trainable, abort_requested=asked if leaves else None)
             gatherer = WeightGatherer(trainable, parallel)
             looks = -10_000  # not in the first step
             step.run(batches[0], PolicyVersion(2 * number + leaves, 1))

@@ -1,4 +1,4 @@
-"""Executed on every rank of a test world: one version of the weights, sent in each of the three ways."""
+"""Executed on every rank of a test world: one version of the weights, sent by each of the three transports."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from vcpo_megatron.transport.messages import (
 from vcpo_megatron.types import PolicyVersion
 from vcpo_megatron.weight_sync.wire import WeightGroup, find_store, flat_size, unflatten
 
+from .world import leave_layout
+
 PATIENCE_S = 60.0
 
 
@@ -33,23 +35,23 @@ class Control:
     """The orchestrator's end of the control socket, in the process of rank 0."""
 
     def __init__(self) -> None:
-        self.said: queue.Queue[Any] = queue.Queue()
-        self.heard: queue.Queue[Any] = queue.Queue()
+        self.sent: queue.Queue[Any] = queue.Queue()
+        self.posted: queue.Queue[Any] = queue.Queue()
 
     def send(self, message: Any) -> None:
-        self.said.put(message)
+        self.sent.put(message)
 
     def post_to_sender(self, message: Any) -> None:
-        self.heard.put(message)
+        self.posted.put(message)
 
     def receive_for_sender(self, timeout_s: float) -> Any:
         try:
-            return self.heard.get(block=timeout_s > 0, timeout=timeout_s)
+            return self.posted.get(block=timeout_s > 0, timeout=timeout_s)
         except queue.Empty:
             return None
 
     def next(self, kind: type) -> Any:
-        message = self.said.get(timeout=PATIENCE_S)
+        message = self.sent.get(timeout=PATIENCE_S)
         assert isinstance(message, kind), message
         return message
 
@@ -58,9 +60,10 @@ def send_each(cases: list[RunConfig], run_dir: str) -> list[dict[str, Any]]:
     """For each run: what arrived of six versions; the parameters change as soon as each is copied."""
     platform.prepare()
     from vcpo_megatron.learner.megatron.model import build_model
-    from vcpo_megatron.learner.megatron.parallel import initialize, leave_layout
+    from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.weights.gather import WeightGatherer
-    from vcpo_megatron.learner.weights.sender import WeightSender
+    from vcpo_megatron.learner.weights.snapshots import Snapshots
+    from vcpo_megatron.weight_sync.learner import WeightSender
 
     outcomes = []
     for number, config in enumerate(cases):
@@ -70,7 +73,7 @@ def send_each(cases: list[RunConfig], run_dir: str) -> list[dict[str, Any]]:
         context = ProcessContext(Path(run_dir) / str(number), 1, None, "token", "tcp://none", ())
         trainable: Any = SimpleNamespace(chunks=chunks, family=family, shape=shape)
         gatherer = WeightGatherer(trainable, parallel)
-        sender = WeightSender(config, context, parallel, trainable, gatherer, control)  # type: ignore[arg-type]
+        sender = WeightSender(config, context, Snapshots(gatherer, parallel, shape), control)  # type: ignore[arg-type]
         outcome = _versions(sender, control, chunks)
         sender.close()
         sender.check()
@@ -113,13 +116,13 @@ def _receive(control: Control, ready: WeightsReady, number: int) -> tuple[dict[s
         files = sorted(Path(ready.path).glob("*.safetensors"))
         assert (Path(ready.path) / "config.json").is_file()
         return {k: v for file in files for k, v in load_file(file).items()}, ready.checksums
-    if ready.way == "tensor":
+    if ready.transport == "tensor":
         control.post_to_sender(SendWeights("t", ready.version))
         pairs: list[Any] = []
         for number, entries in enumerate(ready.plan):
             bucket = control.next(WeightsBucket)
             assert (bucket.name, bucket.number) == ("t", number)
-            pairs += pickle.loads(base64.b64decode(bucket.text, validate=True))
+            pairs += pickle.loads(base64.b64decode(bucket.data, validate=True))
             assert [name for name, _ in pairs[-len(entries) :]] == [name for name, _, _ in entries]
             control.post_to_sender(BucketTaken("t", number))
         return dict(pairs), control.next(WeightsSent).checksums

@@ -244,7 +244,7 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
             continue
         u = log_ratios[index]
         p = torch.softmax(2 * u + 2 * norms[index].log(), 0)
-        b = float((p * rewards).sum()) if config.algorithm.row.baseline == "opob" else float(rewards.mean())
+        b = float((p * rewards).sum()) if config.algorithm.preset.baseline == "opob" else float(rewards.mean())
         baselines[index] = b
         for i, reward in zip(index, rewards.tolist(), strict=True):
             advantage = (reward - b) / rewards.std(correction=0).item()

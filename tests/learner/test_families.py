@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.slow import Made, matrix
-from vcpo_megatron.learner.checkpoint.convert import Layout, import_hf
+from vcpo_megatron.learner.checkpoint.convert import CheckpointLayout, import_hf
 
 from .families import FAMILIES, make_family, reference_logits
 from .scenarios import make_config
@@ -70,7 +70,7 @@ def checkpoints(folders: dict[str, Path]) -> dict[str, Path]:
     """Dense models for two stages; models with experts for two tensor-parallel and two expert-parallel ranks."""
 
     def make(family: str) -> Path:
-        layout = Layout(tensor=2, expert=2) if has_experts(family) else Layout(pipeline=2)
+        layout = CheckpointLayout(tensor=2, expert=2) if has_experts(family) else CheckpointLayout(pipeline=2)
         found = folders[family].with_name(f"{family}.checkpoint")
         assert import_hf(folders[family], found, layout, vocab_multiple=8, progress=False) == {}
         return found

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from vcpo_megatron.cli import main as cli
 from vcpo_megatron.conversion.logprobs import reference_logprobs
-from vcpo_megatron.learner.checkpoint.convert import Layout, export_hf, import_hf
+from vcpo_megatron.learner.checkpoint.convert import CheckpointLayout, export_hf, import_hf
 
 from .scenarios import make_config
 from .world import run_world
@@ -46,7 +46,7 @@ def folder() -> Path:
 def checkpoint(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Imported for three tensor-parallel ranks; every other layout reads the same."""
     out = tmp_path_factory.mktemp("smollm") / "checkpoint"
-    assert import_hf(folder, out, Layout(tensor=3), progress=False) == {}
+    assert import_hf(folder, out, CheckpointLayout(tensor=3), progress=False) == {}
     return out
 
 

@@ -12,6 +12,7 @@ whose caller is gone.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from vcpo_megatron.launch.devices import visible_gpus
 
@@ -175,3 +177,18 @@ def run_rank(jobs: Connection, folder: str, environment: dict[str, str]) -> None
         del arguments, result
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave_layout() -> None:
+    """Destroy every group of the layout but stay in the world, so that another one can be built; on all ranks alike.
+
+    A gloo group owns threads that never sleep for long: groups that are merely forgotten slow the whole machine down.
+    """
+    from megatron.core import parallel_state as mpu
+
+    mpu.destroy_model_parallel()
+    gc.collect()  # models and optimizers that are gone hold groups in cycles
+    if dist.is_initialized():
+        dist.barrier()  # a group goes when no rank talks over it any more
+        for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+            dist.destroy_process_group(group)

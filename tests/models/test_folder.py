@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import TINY_CONFIG, TINY_TENSORS, write_safetensors
-from vcpo_megatron.models.families import tensors
+from vcpo_megatron.models.families.registry import tensors
 from vcpo_megatron.models.folder import generation_problems, read_model, tokenizer_problems, weight_problems
 from vcpo_megatron.models.rope import Rope
 from vcpo_megatron.models.shape import ModelShape

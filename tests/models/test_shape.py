@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from tests.learner.families import FAMILIES as TESTED
 from vcpo_megatron.models.experts import Experts
-from vcpo_megatron.models.families import FAMILIES, model_shape, rules_for
+from vcpo_megatron.models.families.registry import FAMILIES, model_shape, rules_for
 from vcpo_megatron.models.latent_attention import LatentAttention
 from vcpo_megatron.models.rope import Rope
 from vcpo_megatron.models.shape import ModelShape, ShapeError

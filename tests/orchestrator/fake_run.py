@@ -28,25 +28,26 @@ from vcpo_megatron.orchestrator.controller import Controller, Parts
 from vcpo_megatron.orchestrator.modes.replay import open_recorded, recorded_steps
 from vcpo_megatron.rollout.client.http import ServerError, ServerUnavailable
 from vcpo_megatron.rollout.client.protocol import GenerateResult, SamplingParams, Span
-from vcpo_megatron.rollout.client.server_info import ServerInfo
-from vcpo_megatron.rollout.fleet.fleet import Changes, Fleet, FleetOptions
+from vcpo_megatron.rollout.client.replies import ServerInfo
+from vcpo_megatron.rollout.fleet.fleet import Fleet, FleetOptions
 from vcpo_megatron.rollout.fleet.server import Server
 from vcpo_megatron.run.directory import Manifest, RunDirectory
+from vcpo_megatron.run.notifier import Notifier
 from vcpo_megatron.transport.control import ControlClient, ControlServer
 from vcpo_megatron.transport.messages import (
+    AbortStep,
     BatchReady,
     Checkpoint,
     CheckpointDone,
     Error,
     Heartbeat,
     Hello,
-    LeaveStep,
     Loaded,
     Probe,
     ProbeResult,
     SendWeights,
+    StepAborted,
     StepDone,
-    StepLeft,
     Stop,
     SyncDone,
     WeightsBucket,
@@ -278,7 +279,7 @@ def answer(
     return GenerateResult(tokens, tuple(-1.0 - byte / 512 for byte in digest[:count]), spans, "length")
 
 
-def fake_fleet(cfg: RunConfig, changes: Changes, clients: Sequence[FakeClient], run_dir: Path) -> Fleet:
+def fake_fleet(cfg: RunConfig, changes: Notifier, clients: Sequence[FakeClient], run_dir: Path) -> Fleet:
     def launch(index: int) -> FakeProcess:
         client = clients[index]
         client.process = FakeProcess()
@@ -352,8 +353,8 @@ class FakeLearner(threading.Thread):
             self._weights(client)
             deadline = time.monotonic() + 120
             while self.stopped is None and not self.errors and time.monotonic() < deadline:
-                if (message := client.receive(0.02)) is not None:
-                    self._handle(client, message)
+                if (received := client.receive(0.02)) is not None:
+                    self._handle(client, received.message)
             self._ended = True
             sender.join()
         finally:
@@ -401,7 +402,7 @@ class FakeLearner(threading.Thread):
         client.send(Heartbeat("learner", f"step {batch.step}"))
         if self._leaves(client, batch.step):
             self.left.append(batch.step)
-            client.send(StepLeft(batch.step))
+            client.send(StepAborted(batch.step))
             return
         assert batch.step == self.version.number, (batch.step, self.version)
         self.batches.append(batch)
@@ -422,12 +423,14 @@ class FakeLearner(threading.Thread):
         end = time.monotonic() + (self.long_s if step in self.long_steps else self.step_s)
         asked = False
         while not asked and (left := end - time.monotonic()) > 0:
-            message = client.receive(left)
-            if isinstance(message, LeaveStep):
-                assert message.step == step
+            received = client.receive(left)
+            if received is None:
+                continue
+            if isinstance(received.message, AbortStep):
+                assert received.message.step == step
                 asked = self.may_leave
-            elif message is not None:
-                self._handle(client, message)
+            else:
+                self._handle(client, received.message)
         return asked
 
     def learn(self, batch: Batch) -> None:
@@ -487,7 +490,7 @@ class FakeRun:
         return asyncio.run(asyncio.wait_for(self._run(), timeout_s))
 
     async def _run(self) -> str:
-        self.changes = Changes()
+        self.changes = Notifier()
         self.clients = [FakeClient(i) for i in range(self.servers)]
         replays = self.config.rollout.engine == "replay"
         recorded = open_recorded(self.config) if replays else None

@@ -15,10 +15,12 @@ from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config, stoppe
 from vcpo_megatron.orchestrator.modes.metrics_log import MetricsLog
 from vcpo_megatron.orchestrator.modes.trainer import Trainer
 from vcpo_megatron.orchestrator.peers import servers
+from vcpo_megatron.orchestrator.store.ledger import Cursor, GroupLedger
 from vcpo_megatron.orchestrator.store.recorder import Recorder
 from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.rollout.fleet.fleet import FleetError
 from vcpo_megatron.run.directory import RunDirectory
+from vcpo_megatron.run.integrity import sealed
 from vcpo_megatron.run.tasks import RunError, StopRequest
 from vcpo_megatron.transport.messages import ControlError
 
@@ -389,7 +391,7 @@ def test_a_prompt_that_waited_to_be_sampled_again_is_carried_by_the_checkpoint(t
     assert manifest["orchestrator"]["requeue"] == []
     manifest["orchestrator"]["requeue"] = [70]
     del manifest["crc32"]  # of the text before
-    path.write_text(json.dumps(manifest))
+    path.write_text(sealed(manifest))
     second = FakeRun(tmp_path, config(train={"steps": 3}), attempt=2, resume_step=2)
     second.run()
     assert [group.prompt_id for group in second.learner.batches[0].groups] == ["train-70", "train-4"]
@@ -402,18 +404,18 @@ def test_a_prompt_that_waited_to_be_sampled_again_is_carried_by_the_checkpoint(t
     async def main() -> None:
         recorder = Recorder(lambda: RolloutStore(tmp_path / "other.sqlite"))
         await recorder.open()
+        ledger = GroupLedger(recorder, Cursor(requeue=[5, 8]), version=2)
         trainer = Trainer(
             config(),
-            Link(),
+            Link(),  # type: ignore[arg-type]
+            ledger,
             recorder,
             MetricsLog([], [], 9),
             RunDirectory(tmp_path),
-            version=2,
-            fingerprint="f",  # type: ignore[arg-type]
-            requeue=[5, 8],
+            fingerprint="f",
             stop=StopRequest(),
         )
-        trainer.version = 3
+        ledger.version = 3
         await trainer.checkpoint()
         await recorder.finish("run ended")
 

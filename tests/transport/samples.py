@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vcpo_megatron.transport.messages import (
+    AbortStep,
     BatchReady,
     BucketTaken,
     Checkpoint,
@@ -17,7 +18,6 @@ from vcpo_megatron.transport.messages import (
     GroupOpened,
     Heartbeat,
     Hello,
-    LeaveStep,
     Loaded,
     OpenGroup,
     Probe,
@@ -25,8 +25,8 @@ from vcpo_megatron.transport.messages import (
     ReleaseWeights,
     SendingFailed,
     SendWeights,
+    StepAborted,
     StepDone,
-    StepLeft,
     Stop,
     StopSending,
     SyncDone,
@@ -120,8 +120,8 @@ MESSAGES: list[Any] = [
     BatchReady(BATCH),
     BatchReady(ROUTED),
     BatchReady(Batch(0, ())),
-    LeaveStep(7),
-    StepLeft(7),
+    AbortStep(7),
+    StepAborted(7),
     StepDone(
         StepResult(
             step=17,

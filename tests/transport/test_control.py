@@ -13,13 +13,14 @@ import zmq
 from tests.ports import HeldPort
 from tests.transport.samples import MESSAGES, TOKEN, same
 from vcpo_megatron.transport import messages
-from vcpo_megatron.transport.control import ControlClient, ControlServer
+from vcpo_megatron.transport.control import ControlClient, ControlServer, Received
 from vcpo_megatron.transport.frames import encode
 from vcpo_megatron.transport.messages import (
     ControlError,
     Error,
     Heartbeat,
     Hello,
+    Message,
     ReleaseWeights,
     Stop,
     SyncDone,
@@ -57,6 +58,10 @@ def client(address: str) -> Iterator[ControlClient]:
     client.close()
 
 
+def arrived(received: Received | None) -> Message | None:
+    return None if received is None else received.message
+
+
 HELLO = Hello(TOKEN, PolicyVersion(1, 0), 2)
 
 
@@ -68,9 +73,12 @@ def test_every_message_in_both_directions(address: str, client: ControlClient) -
             client.send(message)
             assert same(await server.receive(), message)
             await server.send(message)
-            for_sender = isinstance(message, messages.FOR_SENDER)
-            receive = client.receive_for_sender if for_sender else client.receive
-            assert same(await asyncio.to_thread(receive, PATIENCE_S), message)
+            if isinstance(message, messages.FOR_SENDER):
+                assert same(await asyncio.to_thread(client.receive_for_sender, PATIENCE_S), message)
+                continue
+            received = await asyncio.to_thread(client.receive, PATIENCE_S)
+            assert received is not None and same(received.message, message)
+            assert received.frames == [bytes(frame) for frame in encode(message)]  # to be passed on
 
     run(scenario, address)
 
@@ -87,7 +95,7 @@ def test_messages_for_the_sender_of_weights_do_not_wait_for_the_main_thread(
             await server.send(message)
         assert await asyncio.to_thread(client.receive_for_sender, PATIENCE_S) == ReleaseWeights(version)
         assert await asyncio.to_thread(client.receive_for_sender, PATIENCE_S) == SyncDone(version)
-        assert client.receive(0.0) == Stop("done") and client.receive_for_sender(0.0) is None
+        assert arrived(client.receive(0.0)) == Stop("done") and client.receive_for_sender(0.0) is None
 
     run(scenario, address)
 
@@ -173,7 +181,7 @@ def test_strangers_are_ignored(address: str, client: ControlClient, frames: list
         client.send(Heartbeat("learner rank 0", "steps"))
         assert await server.receive() == Heartbeat("learner rank 0", "steps")
         await server.send(Stop("end"))
-        assert await asyncio.to_thread(client.receive, PATIENCE_S) == Stop("end")
+        assert arrived(await asyncio.to_thread(client.receive, PATIENCE_S)) == Stop("end")
         assert not stranger.poll(50)
 
     try:

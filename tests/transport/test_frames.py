@@ -54,7 +54,7 @@ def test_arrays_travel_as_raw_little_endian_buffers() -> None:
     assert bytes(buffer) == b"\x01\x00\x00\x00\x02\x01\x00\x00"
     assert msgpack.unpackb(header)["kind"] == "Probe"
     _, *buffers = encode(BatchReady(BATCH))
-    assert [len(bytes(frame)) for frame in buffers] == [12 * 4, 12, 12 * 4]
+    assert [len(bytes(frame)) for frame in buffers] == [12 * 4, 2, 12 * 4]  # the mask takes one bit a token
     assert bytes(buffers[0])[:8] == b"\x01\x00\x00\x00\x02\x00\x00\x00"
 
 

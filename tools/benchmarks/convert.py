@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from vcpo_megatron.conversion.writer import FolderWriter
-from vcpo_megatron.learner.checkpoint.convert import Layout, export_hf, import_hf
-from vcpo_megatron.models.families import model_shape, tensors
+from vcpo_megatron.learner.checkpoint.convert import CheckpointLayout, export_hf, import_hf
+from vcpo_megatron.models.families.registry import model_shape, tensors
 
 from .memory import PeakMemory
 
@@ -134,7 +134,7 @@ def _measured(sender: Any, run: Callable[..., None], arguments: Sequence[Any]) -
 
 
 def import_quietly(source: Path, out: Path, tensor: int) -> None:
-    import_hf(source, out, Layout(tensor), progress=False)
+    import_hf(source, out, CheckpointLayout(tensor), progress=False)
 
 
 def export_quietly(source: Path, out: Path) -> None:

@@ -7,14 +7,15 @@ gradient. A "pass" reads and rewrites every element of a weight-shaped fp32 tens
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from vcpo_megatron.learner.gradients.weight_gradients import accumulate_limit, crossover
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a device sustains; the last three as ``learner.weight_gradients.constants``."""
+    """What a device sustains; the last three as ``weight_gradients.constants``."""
 
     flops: float
     bytes_per_s: float
@@ -59,17 +60,6 @@ class Shape:
 SEVENTY_B = Shape(8192, 80, 28672, 64, 8, 128, 128256)
 
 
-def crossover(d_in: int, d_out: int) -> int:
-    """Tokens from which W_i is smaller than inputs and output gradients."""
-    return d_in * d_out // (d_in + d_out)
-
-
-def accumulate_limit(d_in: int, d_out: int, machine: Machine, *, shared: bool = False) -> int:
-    """Longest trajectory of Gram norms where sums are accumulated; ``shared``: a group's rewards are few numbers."""
-    passes, edge = 3 * machine.pass_flops, crossover(d_in, d_out)
-    return min(edge, math.isqrt(passes * edge) if shared else passes // 2)
-
-
 def gram_flops(tokens: int, d_in: int, d_out: int, machine: Machine) -> int:
     """Of <A A^T, G G^T>, by the lower triangle for long ones; the padding of mixed short ones is left out."""
     if tokens <= machine.batched_tokens:
@@ -90,10 +80,10 @@ def extra_flops(mode: str, tokens: int, d_in: int, d_out: int, machine: Machine)
     """Beyond a plain step, for one trajectory in one linear layer."""
     product = 2 * tokens * d_in * d_out
     if mode == "accumulate":
-        short = tokens <= accumulate_limit(d_in, d_out, machine)
+        short = tokens <= accumulate_limit(d_in, d_out, machine.pass_flops)
         return gram_flops(tokens, d_in, d_out, machine) + product if short else 0
     if mode == "accumulate_shared":
-        short = tokens <= accumulate_limit(d_in, d_out, machine, shared=True)
+        short = tokens <= accumulate_limit(d_in, d_out, machine.pass_flops, shared=True)
         return gram_flops(tokens, d_in, d_out, machine) if short else 0
     short = tokens <= crossover(d_in, d_out)
     if mode == "deferred":
@@ -109,9 +99,9 @@ def extra_traffic(mode: str, tokens: int, d_in: int, d_out: int, machine: Machin
     """Bytes of memory traffic beyond a plain step from weight-shaped tensors, for one trajectory in one layer."""
     size = d_in * d_out
     if mode == "accumulate":  # write W, read it for the norm, add it twice (read W, read and write the target)
-        return size * 4 * (2 + 3 + 3) if tokens > accumulate_limit(d_in, d_out, machine) else 0
+        return size * 4 * (2 + 3 + 3) if tokens > accumulate_limit(d_in, d_out, machine.pass_flops) else 0
     if mode == "accumulate_shared":  # short ones: two additions a reward, not a trajectory; left out
-        return size * 4 * (2 + 3 + 3) if tokens > accumulate_limit(d_in, d_out, machine, shared=True) else 0
+        return size * 4 * (2 + 3 + 3) if tokens > accumulate_limit(d_in, d_out, machine.pass_flops, shared=True) else 0
     if mode == "deferred":
         return size * 4 * (2 + 3) if tokens > crossover(d_in, d_out) else 0
     if mode == "two_pass":

@@ -28,14 +28,17 @@ from typing import Any
 from vcpo_megatron.environments.base import Action, Environment, Episode, Example, Observation, Outcome
 from vcpo_megatron.orchestrator.modes.batcher import Batcher
 from vcpo_megatron.orchestrator.modes.failures import FailureWindow, PromptFailures
-from vcpo_megatron.orchestrator.modes.generation import Cursor, Generation, GenerationRules, SamplingRules
+from vcpo_megatron.orchestrator.modes.generation import Generation, GenerationRules, SamplingRules
 from vcpo_megatron.orchestrator.modes.staleness import StalenessBound
+from vcpo_megatron.orchestrator.store.ledger import GroupLedger
 from vcpo_megatron.orchestrator.store.recorder import Recorder
-from vcpo_megatron.orchestrator.store.store import ResumePlan, RolloutStore
+from vcpo_megatron.orchestrator.store.resume import ResumePlan
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.rollout.client.http import ServerClient
 from vcpo_megatron.rollout.client.protocol import SamplingParams
-from vcpo_megatron.rollout.fleet.fleet import Changes, Fleet, FleetOptions
-from vcpo_megatron.rollout.fleet.server import Process, Server, ServerState
+from vcpo_megatron.rollout.fleet.fleet import Fleet, FleetOptions
+from vcpo_megatron.rollout.fleet.server import Server, ServerProcess, ServerState
+from vcpo_megatron.run.notifier import Notifier
 from vcpo_megatron.run.tasks import cancel
 from vcpo_megatron.transport.child import start_child, stop_child
 from vcpo_megatron.types import PolicyVersion
@@ -131,7 +134,7 @@ class _Run:
 
     def __init__(self, urls: Sequence[str], trajectories: int, tokens: int, path: Path) -> None:
         self.urls, self.count = urls, trajectories
-        self.changes = Changes()
+        self.changes = Notifier()
         servers = [Server(i, ServerClient(url, VOCABULARY, _PATIENCE_S), path) for i, url in enumerate(urls)]
         options = FleetOptions(trajectories, 0, _PATIENCE_S, _PATIENCE_S)
         self.fleet = Fleet(servers, options, launch=_no_process, stop=lambda process: 0, changes=self.changes)
@@ -140,15 +143,16 @@ class _Run:
             self.fleet.loaded(server, PolicyVersion(1, 0))
         groups = trajectories // _GROUP
         self.recorder = Recorder(lambda: RolloutStore(path))
-        self.batcher = Batcher(StalenessBound(0, groups), _GROUP, wait_s=_PATIENCE_S)
         plan = ResumePlan(step=0, buffer=(), cursors={}, requeue=(), next_group_id=0, next_cursor=0)
+        ledger = GroupLedger.resumed(self.recorder, plan)
+        self.batcher = Batcher(ledger, StalenessBound(0, groups), wait_s=_PATIENCE_S)
         task: Environment = _Task()
         self.generation = Generation(
             task,
             self.fleet,
             self.batcher,
+            ledger,
             self.recorder,
-            Cursor(),
             SamplingRules(SamplingParams(max_new_tokens=2 * tokens), _PROMPT + 2 * tokens),
             GenerationRules(_GROUP, groups, False, False, groups),
             plan,
@@ -182,7 +186,7 @@ class _Run:
         await asyncio.gather(*(server.client.close() for server in self.fleet.servers))
 
 
-def _no_process(index: int) -> Process:
+def _no_process(index: int) -> ServerProcess:
     raise RuntimeError("the fake servers run already")
 
 

@@ -12,7 +12,7 @@ import torch
 from vcpo_megatron.algorithm import baselines, importance, normalization
 from vcpo_megatron.algorithm.advantages import group_scale
 from vcpo_megatron.config.schema import RunConfig
-from vcpo_megatron.learner.batch.packing import Pack, Row, batch_rows, make_pack
+from vcpo_megatron.learner.batch.packing import Pack, Sample, batch_samples, make_pack
 from vcpo_megatron.learner.megatron import platform
 from vcpo_megatron.learner.megatron.logprobs import token_logprobs
 from vcpo_megatron.learner.megatron.parallel import Parallel
@@ -36,8 +36,8 @@ class ReferenceStep:
 
     def run(self, batch: Batch, version: PolicyVersion) -> StepResult:
         """One step with OPOB; ESS scaling, which costs nothing, is left out."""
-        groups = batch_rows(batch)
-        sampled = torch.tensor([row.trajectory.num_sampled for group in groups for row in group])
+        groups = batch_samples(batch)
+        sampled = torch.tensor([sample.trajectory.num_sampled for group in groups for sample in group])
         coefficients = normalization.token_coefficients("sequence_token_mean", sampled, 1)
         self._total = [torch.zeros_like(g) for g in self._gradients]
         self._sums = [torch.zeros_like(g) for g in self._gradients]
@@ -48,24 +48,24 @@ class ReferenceStep:
         self._trainable.optimizer_step(self._trainable.scheduled_learning_rate())
         return StepResult(batch.step, version, "", {}, ())
 
-    def _group(self, group: list[Row], coefficients: torch.Tensor) -> None:
-        rewards = torch.tensor([row.trajectory.reward for row in group], dtype=torch.float64)
+    def _group(self, group: list[Sample], coefficients: torch.Tensor) -> None:
+        rewards = torch.tensor([sample.trajectory.reward for sample in group], dtype=torch.float64)
         scale = group_scale(rewards, True)
         torch._foreach_zero_(self._sums)
         log_ratios, norms = [], []
-        for row in group:
+        for sample in group:
             self._trainable.zero_gradients()
-            log_ratios.append(self._backward(row, float(coefficients[row.index])))
+            log_ratios.append(self._backward(sample, float(coefficients[sample.index])))
             norms.append(float(torch.stack(torch._foreach_norm(self._gradients)).square().sum().sqrt()))
-            torch._foreach_add_(self._total, self._gradients, alpha=row.trajectory.reward * scale.inverse_std)
+            torch._foreach_add_(self._total, self._gradients, alpha=sample.trajectory.reward * scale.inverse_std)
             torch._foreach_add_(self._sums, self._gradients, alpha=scale.inverse_std)
         log_norm = torch.tensor(norms, dtype=torch.float64).log()
         baseline = baselines.opob(torch.tensor(log_ratios), log_norm, rewards)
         torch._foreach_add_(self._total, self._sums, alpha=-baseline.value)
 
-    def _backward(self, row: Row, coefficient: float) -> float:
+    def _backward(self, sample: Sample, coefficient: float) -> float:
         """Gradient of one trajectory into the main buffer; returns its log ratio."""
-        pack = make_pack([row], self._parallel.share, platform.device())
+        pack = make_pack([sample], self._parallel.share, platform.device())
         found = []
 
         def forward(pack: Pack, model: torch.nn.Module) -> ForwardStep:

@@ -1,6 +1,6 @@
 """Weight synchronisation: each transport against the raw transfer of the same bytes, the learner's stall, the memory.
 
-A learner of one rank lives in this process, with the sender, the couriers and the update of a real run; servers of
+A learner of one rank lives in this process, with the sender, the transports and the update of a real run; servers of
 the embedded engine are processes of their own. Every figure stands beside a raw measurement of the same run, taken
 alternately, because a machine's pace changes while it is shared.
 """
@@ -34,8 +34,8 @@ from vcpo_megatron.rollout.client.protocol import SamplingParams
 from vcpo_megatron.rollout.fleet.server import Server
 from vcpo_megatron.transport.messages import Message, SyncDone, WeightsReady
 from vcpo_megatron.types import PolicyVersion
-from vcpo_megatron.weight_sync.couriers import Couriers
-from vcpo_megatron.weight_sync.update import Updater, Wave
+from vcpo_megatron.weight_sync.orchestrator import Transports, Updater
+from vcpo_megatron.weight_sync.wave import Wave
 from vcpo_megatron.weight_sync.wire import flat_size
 
 from .memory import PeakMemory
@@ -159,17 +159,17 @@ class _Control:
 
     def __init__(self) -> None:
         self.said: queue.Queue[Message] = queue.Queue()
-        self._heard: queue.Queue[Message] = queue.Queue()
+        self._posted: queue.Queue[Message] = queue.Queue()
 
     def send(self, message: Message) -> None:
         self.said.put(message)
 
     def post_to_sender(self, message: Message) -> None:
-        self._heard.put(message)
+        self._posted.put(message)
 
     def receive_for_sender(self, timeout_s: float) -> Message | None:
         try:
-            return self._heard.get(block=timeout_s > 0, timeout=timeout_s)
+            return self._posted.get(block=timeout_s > 0, timeout=timeout_s)
         except queue.Empty:
             return None
 
@@ -182,7 +182,8 @@ class Learner:
         from vcpo_megatron.learner.megatron import platform
         from vcpo_megatron.learner.megatron.model import build_model
         from vcpo_megatron.learner.weights.gather import WeightGatherer
-        from vcpo_megatron.learner.weights.sender import WeightSender
+        from vcpo_megatron.learner.weights.snapshots import Snapshots
+        from vcpo_megatron.weight_sync.learner import WeightSender
 
         config = RunConfig.model_validate(
             {
@@ -201,7 +202,8 @@ class Learner:
         self.control = _Control()
         context = ProcessContext(folder, 1, None, "bench", "", ())
         gatherer = WeightGatherer(trainable, parallel)
-        self.sender = WeightSender(config, context, parallel, trainable, gatherer, self.control)  # type: ignore[arg-type]
+        source = Snapshots(gatherer, parallel, shape)
+        self.sender = WeightSender(config, context, source, self.control)  # type: ignore[arg-type]
         self._gatherer, self.shards = gatherer, gatherer.shards()
         self.sizes = [flat_size(bucket) for bucket in self.sender.plan]
         self.bytes = sum(tensor.nbytes for tensor in self.shards.values())
@@ -242,7 +244,7 @@ class Learner:
 
 
 class Orchestrator:
-    """Couriers and updates for ``servers`` of one wave."""
+    """Transports and updates for ``servers`` of one wave."""
 
     def __init__(self, learner: Learner, urls: list[str], vocab_size: int, mode: Any = "retract") -> None:
         self._learner = learner
@@ -250,25 +252,25 @@ class Orchestrator:
             Server(i, ServerClient(url, vocab_size, PATIENCE_S), Path("server.log"), starts=1)
             for i, url in enumerate(urls)
         ]
-        self._couriers = Couriers(self._tell, prefix=f"bench-{os.getpid()}-{next(_RUNS)}", timeout_s=PATIENCE_S)
+        self._transports = Transports(self._send, prefix=f"bench-{os.getpid()}-{next(_RUNS)}", timeout_s=PATIENCE_S)
         self.mode = mode
         self._last: WeightsReady | None = None
 
-    async def _tell(self, message: Message) -> None:
+    async def _send(self, message: Message) -> None:
         self._learner.control.post_to_sender(message)
 
     async def update(self) -> None:
         """The published version, from what the learner makes of it to the servers' next token."""
         ready = self._next(WeightsReady)
-        await self._tell(SyncDone(ready.version))
+        await self._send(SyncDone(ready.version))
         wave = Wave(self.servers, ready)
         beside = asyncio.create_task(self._answers())
         try:
-            await Updater(self._couriers, self.mode).run(wave)
+            await Updater(self._transports.of, self.mode).run(wave)
         finally:
             beside.cancel()
         if self._last is not None:
-            await self._couriers(self._last).release(self._last)
+            await self._transports.of(self._last).release(self._last)
         self._last = ready
 
     def _next(self, kind: type) -> Any:
@@ -279,13 +281,13 @@ class Orchestrator:
     async def _answers(self) -> None:
         while True:
             try:
-                self._couriers.heard(self._learner.control.said.get_nowait())
+                self._transports.on_message(self._learner.control.said.get_nowait())
             except queue.Empty:
                 await asyncio.sleep(0.001)
 
     async def close(self) -> None:
         if self._last is not None and self._last.path:
-            await self._couriers(self._last).release(self._last)
+            await self._transports.of(self._last).release(self._last)
         for server in self.servers:
             await server.client.close()
 

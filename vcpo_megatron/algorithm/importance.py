@@ -105,7 +105,7 @@ def band_log_weights(log_ratio: Tensor, low: float, high: float) -> Tensor:
 
 
 def log_weights(kind: str, log_ratio: Tensor, threshold: float, low: float, high: float) -> Tensor:
-    """log w of log ratios [n] or [T] for a row's ``weights``: truncated | masked | band. ValueError for another."""
+    """log w of log ratios [n] or [T] for a method's ``weights``: truncated | masked | band. ValueError for another."""
     if kind not in LOG_WEIGHTS:
         raise ValueError(f"weights = {kind!r}: expected one of {', '.join(LOG_WEIGHTS)}")
     return LOG_WEIGHTS[kind](log_ratio, threshold, low, high)

@@ -2,7 +2,7 @@
 
 Trajectory i contributes g_i = c_i * sum_t grad log pi_theta(t). The coefficient c_i holds the whole
 normalisation, 1/N included, and is always computed over the GLOBAL minibatch, so that gradients do
-not depend on how trajectories are spread over ranks, groups or packs:
+not depend on how trajectories are divided among ranks, groups or packs:
 
     sequence_token_mean   1 / (N T_i)          every trajectory counts the same
     token_mean            1 / sum_j T_j        every token counts the same

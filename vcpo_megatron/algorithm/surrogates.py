@@ -21,13 +21,13 @@ from .importance import segment_sum, truncated_weights
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenTerms:
     """T tokens of n trajectories laid end to end.
 
     log_ratio  float64 [T]  log pi_theta - log mu, 0 where masked
     mask       bool    [T]  True where the policy sampled the token
     segments   int     [T]  which trajectory; n for padding
-    statistic  the batch's number that the row asks for, nan where none
+    statistic  the batch's number that the method asks for, nan where none
     """
 
     log_ratio: Tensor
@@ -36,7 +36,7 @@ class Tokens:
     n: int
     statistic: float = float("nan")
 
-    def spread(self, per_trajectory: Tensor) -> Tensor:
+    def per_token(self, per_trajectory: Tensor) -> Tensor:
         """[n] -> [T]; 0 for padding."""
         return torch.nn.functional.pad(per_trajectory.to(self.log_ratio), (0, 1))[self.segments]
 
@@ -54,7 +54,7 @@ class Bounds:
     high: float
 
 
-Surrogate = Callable[[Tokens, Tensor, Bounds], Tensor]
+Surrogate = Callable[[TokenTerms, Tensor, Bounds], Tensor]
 
 
 def _clip_open(ratio: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
@@ -63,29 +63,25 @@ def _clip_open(ratio: Tensor, advantage: Tensor, bounds: Bounds) -> Tensor:
     return (~closed).to(ratio.dtype)
 
 
-def ppo_clip(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+def ppo_clip(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     """min(r A, clip(r, low, high) A) per token (PPO, arXiv 1707.06347 eq. 7; with group advantages GRPO,
     arXiv 2402.03300; without std and with a constant length Dr. GRPO, arXiv 2503.20783)."""
-    a = tokens.spread(advantage)
+    a = tokens.per_token(advantage)
     ratio = tokens.log_ratio.exp()
     return torch.where(_clip_open(ratio, a, bounds) > 0, ratio * a, 0.0)
 
 
-def decoupled_ppo(
-    tokens: Tokens, advantage: Tensor, bounds: Bounds, proximal_log_ratio: Tensor | None = None
-) -> Tensor:
+def decoupled_ppo(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     """min(pi_prox/mu, c) times PPO's clip around pi_prox (arXiv 2110.00641; AReaL, arXiv 2505.24298).
 
-    proximal_log_ratio  float64 [T]  log pi_theta - log pi_prox; None: 0, since the proximal policy is the
-                        one at the start of the step and a batch is used for one update
+    pi_prox is the policy at the start of the step, and a batch is used for one update: pi_theta / pi_prox is 1.
     """
-    prox = torch.zeros_like(tokens.log_ratio) if proximal_log_ratio is None else proximal_log_ratio
-    a, ratio = tokens.spread(advantage), prox.exp()
-    weight = truncated_weights(tokens.log_ratio - prox, bounds.threshold)
-    return torch.where(_clip_open(ratio, a, bounds) > 0, weight * ratio * a, 0.0)
+    a = tokens.per_token(advantage)
+    weight = truncated_weights(tokens.log_ratio, bounds.threshold)
+    return torch.where(_clip_open(torch.ones_like(weight), a, bounds) > 0, weight * a, 0.0)
 
 
-def gspo(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+def gspo(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     """PPO's clip of the length-normalised sequence ratio s_i = exp(l_i / T_i) (arXiv 2507.18071 eq. 5, 7).
 
     d s_i / d log pi_t = s_i / T_i; the 1/T_i is that of ``loss_normalization = sequence_token_mean``.
@@ -93,28 +89,28 @@ def gspo(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
     length = tokens.sums(torch.ones_like(tokens.log_ratio)).clamp(min=1.0)
     ratio = (tokens.sums(tokens.log_ratio) / length).exp()
     advantage = advantage.to(ratio)
-    return tokens.spread(torch.where(_clip_open(ratio, advantage, bounds) > 0, ratio * advantage, 0.0))
+    return tokens.per_token(torch.where(_clip_open(ratio, advantage, bounds) > 0, ratio * advantage, 0.0))
 
 
-def m2po(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+def m2po(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     """r A on the tokens that are kept (arXiv 2510.01161; the selection as AReaL's documentation describes it).
 
     ``statistic`` is the largest (log r)^2 that is kept, see ``second_moment_cutoff``.
     """
     kept = tokens.log_ratio.square() <= tokens.statistic
-    return torch.where(kept, tokens.log_ratio.exp() * tokens.spread(advantage), 0.0)
+    return torch.where(kept, tokens.log_ratio.exp() * tokens.per_token(advantage), 0.0)
 
 
-def cispo(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+def cispo(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     """clip(r, low, high) A, the clipped ratio detached: no token loses its gradient (MiniMax-M1, arXiv 2506.13585)."""
-    return truncated_weights(tokens.log_ratio, bounds.high).clamp(min=bounds.low) * tokens.spread(advantage)
+    return truncated_weights(tokens.log_ratio, bounds.high).clamp(min=bounds.low) * tokens.per_token(advantage)
 
 
 #: Bound of log mu - log pi inside P3O's KL estimate, as in its authors' code.
 P3O_EXPONENT = 10.0
 
 
-def p3o(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+def p3o(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     """min(r, e) A - (1 - e) d KL / d log pi, e the normalised ESS of the batch's token ratios.
 
     P3O, arXiv 2605.12380 (Fakoor et al.), as its authors' code has it (FeynRL, algs/P3O): a score function whose
@@ -125,10 +121,10 @@ def p3o(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
     """
     e, log_ratio = tokens.statistic, tokens.log_ratio
     distance = 1.0 - (-log_ratio).clamp(max=P3O_EXPONENT).exp()
-    return truncated_weights(log_ratio, e) * tokens.spread(advantage) - (1.0 - e) * distance
+    return truncated_weights(log_ratio, e) * tokens.per_token(advantage) - (1.0 - e) * distance
 
 
-def veto(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+def veto(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     """PPO's clip with wide bounds; nothing from a trigger on in answers of negative advantage (mu-GRPO, 2605.17570).
 
     A sketch from the abstract: "relaxed clipping, which preserves useful stale-rollout gradients, with
@@ -143,18 +139,18 @@ def veto(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
     first[1:] = tokens.segments[1:] != tokens.segments[:-1]
     # triggers before this trajectory, carried from its first token to all of its tokens
     before = torch.where(first, count - outside.long(), 0).cummax(0).values
-    a = tokens.spread(advantage)
+    a = tokens.per_token(advantage)
     return torch.where((a < 0) & (count > before), 0.0, ppo_clip(tokens, advantage, bounds))
 
 
-def asymmetric(tokens: Tokens, advantage: Tensor, bounds: Bounds) -> Tensor:
+def asymmetric(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     """A for positive advantages, min(exp(l_i), 1) A for negative ones (tapered off-policy REINFORCE,
     arXiv 2503.14286: ratios truncated to [0, 1] on the negative side, none on the positive)."""
     weight = truncated_weights(tokens.sums(tokens.log_ratio), 1.0)
-    return tokens.spread(torch.where(advantage.to(weight) < 0, weight, 1.0) * advantage.to(weight))
+    return tokens.per_token(torch.where(advantage.to(weight) < 0, weight, 1.0) * advantage.to(weight))
 
 
-#: Surrogates of rows; "weighted" rows are formed from weights and have none.
+#: Surrogates by name; "weighted" methods are formed from weights and have none.
 SURROGATES: Mapping[str, Surrogate] = {
     "ppo_clip": ppo_clip,
     "decoupled_ppo": decoupled_ppo,
@@ -170,7 +166,7 @@ SURROGATES: Mapping[str, Surrogate] = {
 def second_moment_cutoff(log_ratios: Tensor, bound: float) -> float:
     """Largest (log r)^2 to keep so that the mean over kept tokens is at most ``bound`` (M2PO).
 
-    log_ratios float64 [M], of all sampled tokens of the batch. Tokens are dropped from the largest
+    log_ratios float64 [M], of all sampled tokens of the batch. TokenTerms are dropped from the largest
     (log r)^2 down; the smallest one is always kept.
     """
     squares = log_ratios.double().square().sort().values

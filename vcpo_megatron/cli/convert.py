@@ -15,8 +15,6 @@ from .common import DONE, FAILED, INTERRUPTED, Command, add_command, positive, r
 if TYPE_CHECKING:
     from torch import Tensor
 
-_DTYPES = ("float32", "bfloat16", "float16")
-
 
 def add_convert(commands: Any) -> None:
     """Add ``convert`` and its three actions to the parser of ``vcpo``."""
@@ -33,6 +31,8 @@ def add_convert(commands: Any) -> None:
 
 
 def _add_import(actions: Any) -> None:
+    from ..models.dtypes import SAFETENSORS_NAMES
+
     parser = add_command(
         actions,
         "import",
@@ -48,7 +48,7 @@ def _add_import(actions: Any) -> None:
         parser.add_argument(
             f"--{name}", type=positive, default=1, metavar="N", help=f"{name}-parallel size (default: 1)"
         )
-    parser.add_argument("--dtype", choices=_DTYPES, help="default: that of the files")
+    parser.add_argument("--dtype", choices=tuple(SAFETENSORS_NAMES), help="default: that of the files")
     parser.add_argument(
         "--vocab-multiple",
         type=positive,
@@ -60,6 +60,8 @@ def _add_import(actions: Any) -> None:
 
 
 def _add_export(actions: Any) -> None:
+    from ..models.dtypes import SAFETENSORS_NAMES
+
     parser = add_command(
         actions,
         "export",
@@ -71,7 +73,7 @@ def _add_export(actions: Any) -> None:
     )
     parser.add_argument("source", type=Path, metavar="RUN_OR_CKPT", help="run directory or checkpoint")
     parser.add_argument("out", type=Path, metavar="HF_OUT", help="folder to write; must not exist")
-    parser.add_argument("--dtype", choices=_DTYPES, help="default: that of the checkpoint")
+    parser.add_argument("--dtype", choices=tuple(SAFETENSORS_NAMES), help="default: that of the checkpoint")
     parser.add_argument(
         "--max-shard-gb", type=_gigabytes, default=5.0, metavar="GB", help="size of one file (default: %(default)s)"
     )
@@ -181,9 +183,9 @@ def _require_paths(args: argparse.Namespace) -> None:
 
 def _import(args: argparse.Namespace) -> int:
     _require_paths(args)
-    from ..learner.checkpoint.convert import Layout, import_hf
+    from ..learner.checkpoint.convert import CheckpointLayout, import_hf
 
-    layout = Layout(args.tensor, args.pipeline, args.expert)
+    layout = CheckpointLayout(args.tensor, args.pipeline, args.expert)
     skipped = import_hf(
         args.source, args.out, layout, dtype=args.dtype, vocab_multiple=args.vocab_multiple, progress=not args.quiet
     )

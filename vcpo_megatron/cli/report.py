@@ -39,9 +39,10 @@ def add_report(commands: Any) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from ..orchestrator.store.store import RolloutStore, StoreError
+    from ..orchestrator.store.schema import StoreError
+    from ..orchestrator.store.store import RolloutStore
     from ..report.terminal import print_history, print_summary
-    from ..report.transcript import Spoken
+    from ..report.transcript import Transcripts
     from ..run.directory import RunDirectory
     from ..run.errors import ConfigError
 
@@ -52,8 +53,8 @@ def _report(args: argparse.Namespace) -> int:
     try:
         with RolloutStore.open_readonly(directory.store) as store:
             if one_by_one:
-                spoken = Spoken(store, directory) if args.text else None
-                print_history(store, step=args.step, prompt_id=args.prompt, as_json=args.json, spoken=spoken)
+                transcripts = Transcripts(store, directory) if args.text else None
+                print_history(store, step=args.step, prompt_id=args.prompt, as_json=args.json, transcripts=transcripts)
             else:
                 print_summary(store, most_rows=args.rows or _ROWS)
     except (StoreError, ConfigError) as error:

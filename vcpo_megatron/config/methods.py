@@ -1,9 +1,8 @@
-"""The methods as rows: what ``algorithm.method`` stands for, in facts that need no torch.
+"""Method presets: what ``algorithm.method`` stands for, without torch.
 
-A row says which pure functions of ``algorithm`` the learner calls and with which defaults; the learner
-never asks for a method's name. Explicit keys of ``[algorithm]`` override single facts of a row. A new
-method whose functions exist is one row here; a new surrogate is one function in
-``algorithm/surrogates.py``.
+A preset names the pure functions of ``algorithm`` that the learner calls, and their defaults; the learner never
+compares a method's name. Keys that are given in ``[algorithm]`` override single fields of the preset. A new method
+whose functions exist is one preset here; a new surrogate is one function in ``algorithm/surrogates.py``.
 
     weights    what a ratio becomes before it multiplies a gradient (``algorithm.importance.LOG_WEIGHTS``)
     surrogate  token coefficients from ratios and advantages (``algorithm.surrogates.SURROGATES``).
@@ -13,7 +12,7 @@ method whose functions exist is one row here; a new surrogate is one function in
     ratio_low, ratio_high   bounds of the ratio, absolute (PPO's 1 - eps and 1 + eps)
     whole_batch   the surrogate has terms without an advantage: groups of equal rewards have a gradient, too
 
-The papers are cited at the functions. Rows marked *sketch* are written from an abstract, not from code.
+The papers are cited at the functions. Presets marked *sketch* are written from an abstract, not from code.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ BOUNDED_SURROGATES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo", "veto")
 
 
 @dataclass(frozen=True)
-class Method:
-    """One row; every field is also the default of the key of that name in ``[algorithm]``."""
+class MethodPreset:
+    """One method; every field is also the default of the key of that name in ``[algorithm]``."""
 
     summary: str
     baseline: str = "group_mean"
@@ -68,24 +67,28 @@ class Method:
         return self.baseline in OPOB_BASELINES
 
 
-METHODS: Mapping[str, Method] = {
-    "vcpo": Method("OPOB baseline, ESS step size, truncated sequence weights", "opob", "sequence", ess_scaling=True),
-    "vcpo_ess_only": Method("VCPO without OPOB: group mean", is_level="sequence", ess_scaling=True),
-    "vcpo_opob_only": Method("VCPO without the ESS step size", "opob", "sequence"),
-    "reinforce": Method(
+METHODS: Mapping[str, MethodPreset] = {
+    "vcpo": MethodPreset(
+        "OPOB baseline, ESS step size, truncated sequence weights", "opob", "sequence", ess_scaling=True
+    ),
+    "vcpo_ess_only": MethodPreset("VCPO without OPOB: group mean", is_level="sequence", ess_scaling=True),
+    "vcpo_opob_only": MethodPreset("VCPO without the ESS step size", "opob", "sequence"),
+    "reinforce": MethodPreset(
         "score function, no baseline, no correction",
         "zero",
         normalize_std=False,
         loss_normalization="sequence_token_sum",
     ),
-    "rloo": Method(
+    "rloo": MethodPreset(
         "REINFORCE with a leave-one-out mean",
         "leave_one_out",
         normalize_std=False,
         loss_normalization="sequence_token_sum",
     ),
-    "grpo": Method("group mean and std, clipped token ratios", surrogate="ppo_clip", ratio_low=0.8, ratio_high=1.2),
-    "dr_grpo": Method(
+    "grpo": MethodPreset(
+        "group mean and std, clipped token ratios", surrogate="ppo_clip", ratio_low=0.8, ratio_high=1.2
+    ),
+    "dr_grpo": MethodPreset(
         "GRPO without std and length terms",
         surrogate="ppo_clip",
         normalize_std=False,
@@ -93,50 +96,50 @@ METHODS: Mapping[str, Method] = {
         ratio_low=0.8,
         ratio_high=1.2,
     ),
-    "ppo_clip": Method(
+    "ppo_clip": MethodPreset(
         "PPO's clip, token mean, group mean in place of a critic",
         surrogate="ppo_clip",
         loss_normalization="token_mean",
         ratio_low=0.8,
         ratio_high=1.2,
     ),
-    "decoupled_ppo": Method(
+    "decoupled_ppo": MethodPreset(
         "PPO's clip around the proximal policy, truncated weights to the behaviour",
         surrogate="decoupled_ppo",
         loss_normalization="token_mean",
         ratio_low=0.8,
         ratio_high=1.2,
     ),
-    "gspo": Method(
+    "gspo": MethodPreset(
         "clip of the length-normalised sequence ratio", surrogate="gspo", ratio_low=1 - 3e-4, ratio_high=1 + 4e-4
     ),
-    "tis_token": Method("truncated token weights", is_level="token"),
-    "tis_sequence": Method("truncated sequence weights", is_level="sequence"),
-    "mis": Method("sequence weights, zero above the threshold", is_level="sequence", weights="masked"),
-    "icepop": Method(
+    "tis_token": MethodPreset("truncated token weights", is_level="token"),
+    "tis_sequence": MethodPreset("truncated sequence weights", is_level="sequence"),
+    "mis": MethodPreset("sequence weights, zero above the threshold", is_level="sequence", weights="masked"),
+    "icepop": MethodPreset(
         "token weights, zero outside a band", is_level="token", weights="band", ratio_low=0.5, ratio_high=5.0
     ),
-    "m2po": Method(
+    "m2po": MethodPreset(
         "tokens of extreme ratio dropped until the second moment is small",
         surrogate="m2po",
         statistic="second_moment",
         loss_normalization="token_mean",
     ),
-    "cispo": Method(
+    "cispo": MethodPreset(
         "clipped, detached token weights", surrogate="cispo", loss_normalization="token_mean", ratio_high=5.0
     ),
-    "p3o": Method(
+    "p3o": MethodPreset(
         "token ratios capped at the batch's ESS, which also sets the weight of KL to the behaviour",
         surrogate="p3o",
         statistic="token_ess",
         loss_normalization="token_mean",
         whole_batch=True,
     ),
-    "mu_grpo": Method(
+    "mu_grpo": MethodPreset(
         "sketch: wide clip, no updates behind a veto in negative answers",
         surrogate="veto",
         ratio_low=0.2,
         ratio_high=5.0,
     ),
-    "asymmetric": Method("sequence ratios for negative answers only, capped at 1", surrogate="asymmetric"),
+    "asymmetric": MethodPreset("sequence ratios for negative answers only, capped at 1", surrogate="asymmetric"),
 }

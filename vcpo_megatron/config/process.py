@@ -1,4 +1,4 @@
-"""What a process of the run is told by the one that starts it, through its environment.
+"""The context of a process of the run: its parent hands it over in environment variables.
 
 The same variables are set by the local launcher, by Slurm and by MPI, so a role is started the
 same way everywhere: ``python -m vcpo_megatron.ROLE`` with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
@@ -16,13 +16,13 @@ from ..run.directory import RunDirectory
 from .load import load_resolved
 from .schema import RunConfig
 
-#: A process that fails says so in a last line that begins with this, in its log.
+#: The last line in the log of a process that fails begins with this.
 ERROR_PREFIX = "vcpo: error: "
 #: A line of a log that begins with this is shown to the user as well.
 WARNING_PREFIX = "vcpo: warning: "
-#: So is one that begins with this, without it: what a user may want to know of a run that is well.
+#: So is one that begins with this, but without the prefix: news of a run that is well.
 NOTE_PREFIX = "vcpo: note: "
-#: In what a learner rank says when it did not fail itself: the orchestrator told it to end, for its own reason.
+#: In the last line of a learner rank that did not fail itself: the orchestrator ended the run, for its own reason.
 ENDED_BY_ORCHESTRATOR = "orchestrator ended the run: "
 
 

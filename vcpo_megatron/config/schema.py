@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen pydantic model a section, unknown keys forbidden.
 
 Values are never rewritten by validation. What a single field may hold is said here; what several
-fields must satisfy together is in ``checks.py``; reading TOML and overrides is in ``load.py``.
+fields must satisfy together is in ``checks/``; reading TOML and overrides is in ``load.py``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from .methods import METHODS, Method
+from .methods import METHODS, MethodPreset
 
 if TYPE_CHECKING:
     MethodName = str
 else:
-    MethodName = Literal[tuple(METHODS)]  # a new row is a new value, with nothing to repeat here
+    MethodName = Literal[tuple(METHODS)]  # a new preset is a new value, with nothing to repeat here
 
 
 #: Seconds of the longest deadline, 11 days: timers of Python, ZeroMQ and gloo overflow somewhere beyond it.
@@ -87,10 +87,10 @@ class ParallelConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The method and its parts; method.md explains them. A key without a default takes the value of the method's row
+    """The method and its parts; method.md explains them. A key without a default takes the value of the method's preset
     in ``config/methods.py``."""
 
-    method: MethodName = Field("vcpo", description="row that gives the other keys their defaults")
+    method: MethodName = Field("vcpo", description="preset that gives the other keys their defaults")
     baseline: Literal["opob", "opob_leave_one_out", "group_mean", "leave_one_out", "zero"] | None = Field(
         None, description="what is subtracted from a reward: opob is VCPO's variance-optimal baseline"
     )
@@ -107,7 +107,7 @@ class AlgorithmConfig(Section):
     second_moment: float = Field(0.04, gt=0, description="bound on the mean squared token log ratio (m2po)")
     opob_weights: Literal["raw", "truncated"] = Field("raw", description="weights that enter the optimal baseline")
     opob_mode: Literal["accumulate", "deferred", "two_pass", "proxy"] = Field(
-        "accumulate", description="how the baseline gets its norms: three exact ways, and proxy, which is not exact"
+        "accumulate", description="how the baseline gets its norms: three exact modes, and proxy, which is not exact"
     )
     opob_accumulators: int | None = Field(
         None, ge=1, description="bound on gradient-sized accumulators a pipeline stage; default: what hides the latency"
@@ -146,9 +146,9 @@ class AlgorithmConfig(Section):
     allow_uncorrected: bool = Field(False, description="permit an asynchronous run without off-policy correction")
 
     @property
-    def row(self) -> Method:
-        """The method's row with the explicit keys of this section put in."""
-        fields = (field.name for field in dataclasses.fields(Method))
+    def preset(self) -> MethodPreset:
+        """The method's preset with the keys that this section gives explicitly."""
+        fields = (field.name for field in dataclasses.fields(MethodPreset))
         given = {name: value for name in fields if (value := getattr(self, name, None)) is not None}
         return dataclasses.replace(METHODS[self.method], **given)
 
@@ -268,7 +268,7 @@ class EnvironmentConfig(Section):
     data: Path | None = Field(None, description="JSONL or parquet of prompts; default: the environment's generator")
     heldout: Path | None = Field(None, description="JSONL or parquet of held-out prompts")
     fields: dict[str, str] = Field(default_factory=dict, description="environment's field name -> name in the files")
-    options: dict[str, Any] = Field(default_factory=dict, description="what this environment alone knows")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of this environment")
 
 
 class StalenessConfig(Section):
@@ -314,13 +314,13 @@ class LaunchConfig(Section):
     timeout_s: Seconds = Field(300.0, description="deadline of every wait between processes")
     grace_s: Seconds = Field(
         30.0,
-        description="after a signal or --max-hours: half of it is the step's in progress, which is left in "
-        "its middle when it needs longer, the rest the checkpoint's",
+        description="after a signal or --max-hours: half of it is the step's in progress, which is "
+        "aborted when it needs longer, the rest the checkpoint's",
     )
 
 
 class ObservabilityConfig(Section):
-    """What a run tells about itself."""
+    """What a run reports about itself."""
 
     tensorboard: bool = Field(True, description="write TensorBoard files beside metrics.jsonl")
     watchdog_s: Seconds = Field(120.0, description="say who waits for whom when nothing moved for this long")
@@ -350,13 +350,9 @@ class RunConfig(Section):
         return self.launch.learner_ranks // (self.parallel.tensor * self.parallel.pipeline * self.parallel.context)
 
     @property
-    def spread(self) -> int:
-        """Data-parallel replicas that share experts, so that a group's trajectories are spread over them."""
+    def expert_data_size(self) -> int:
+        """Data-parallel replicas that share experts, so that a prompt group's trajectories are divided among them."""
         if self.parallel.expert == 1:
             return 1
         dense = self.parallel.tensor * self.parallel.context
         return math.lcm(dense, self.parallel.expert * self.parallel.expert_tensor) // dense
-
-    @property
-    def trajectories_per_step(self) -> int:
-        return self.train.groups_per_step * self.train.group_size

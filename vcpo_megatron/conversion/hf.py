@@ -7,7 +7,6 @@ one at a time; a model never sits in host memory as a whole.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,14 +17,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..models.dtypes import SAFETENSORS_NAMES
 from ..models.folder import elsewhere
+from ..run.json_file import JsonFileError, read_json_object
+from .dtypes import TORCH_DTYPES
 from .errors import REMEDY, ConversionError, listed
 from .partial import require_folder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_HEADER_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HEADER_DTYPES = {SAFETENSORS_NAMES[name]: dtype for name, dtype in TORCH_DTYPES.items()}
 
 
 class HFFolder:
@@ -38,7 +39,7 @@ class HFFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         require_folder(self.path)
-        self.config: Mapping[str, Any] = _read_json(self.path / "config.json")
+        self.config: Mapping[str, Any] = read_object(self.path / "config.json")
         files, indexed = self._shards()
         self._open: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
@@ -86,7 +87,7 @@ class HFFolder:
         """
         tensor = self._shard(name).get_tensor(name)
         place = f"{self.path / self._file_of[name]}: tensor {name}"
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in TORCH_DTYPES.values():
             raise ConversionError(
                 f"{place} is {tensor.dtype}; only float32, bfloat16 and float16 weights are trained: "
                 "use the unquantised model"
@@ -99,7 +100,7 @@ class HFFolder:
     def _shards(self) -> tuple[list[str], Mapping[str, str] | None]:
         """Files to open, and the index (tensor name -> file) where there is one."""
         if (self.path / INDEX).is_file():
-            weight_map = _read_json(self.path / INDEX).get("weight_map")
+            weight_map = read_object(self.path / INDEX).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise ConversionError(f"{self.path / INDEX} has no weight_map: {REMEDY}")
             if wrong := [name for name, file in weight_map.items() if not isinstance(file, str)]:
@@ -157,13 +158,9 @@ def natural(name: str) -> tuple[object, ...]:
     return tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name))
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model folder, which may begin with a byte order mark; ConversionError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise ConversionError(f"{path} does not exist: give a Hugging Face model folder") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConversionError(f"{path} cannot be read as JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise ConversionError(f"{path} holds {type(value).__name__}, expected a JSON object")
-    return value
+        return read_json_object(path, byte_order_mark=True)
+    except JsonFileError as error:
+        raise ConversionError(f"{error}; give a complete Hugging Face model folder") from None

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..models.tokenizer import TokenizerError, encode_text, load_tokenizer
 from .errors import ConversionError
 
 #: Log-probs that rounding explains.
@@ -27,7 +28,7 @@ def reference_logprobs(folder: Path, prompts: Sequence[Sequence[int]]) -> list[T
     transformers.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
-    except Exception as error:  # whatever a foreign configuration makes of another library
+    except Exception as error:  # fault boundary: whatever a foreign configuration makes another library raise
         raise ConversionError(f"transformers cannot load {folder} ({type(error).__name__}: {error})") from None
     found = []
     with torch.inference_mode():
@@ -61,14 +62,14 @@ def read_prompts(path: Path | None, tokenizer_folder: Path, vocab_size: int, lon
 
 def _prompt(line: str, place: str, tokenizer_folder: Path, vocab_size: int, longest: int) -> list[int]:
     try:
-        row = json.loads(line)
+        prompt = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConversionError(f"{place}: no JSON ({error})") from None
-    if not isinstance(row, dict) or len({"text", "tokens"} & row.keys()) != 1:
+    if not isinstance(prompt, dict) or len({"text", "tokens"} & prompt.keys()) != 1:
         raise ConversionError(f'{place}: expected an object with either "text" or "tokens"')
-    if "text" in row and not isinstance(row["text"], str):
-        raise ConversionError(f'{place}: "text" is {_shown(row["text"])}, not a string')
-    tokens = row["tokens"] if "tokens" in row else _encode(tokenizer_folder, row["text"], place)
+    if "text" in prompt and not isinstance(prompt["text"], str):
+        raise ConversionError(f'{place}: "text" is {_shown(prompt["text"])}, not a string')
+    tokens = prompt["tokens"] if "tokens" in prompt else _encode(tokenizer_folder, prompt["text"], place)
     if not isinstance(tokens, list):
         raise ConversionError(f'{place}: "tokens" is {_shown(tokens)}, not a list of token ids')
     for at, token in enumerate(tokens):
@@ -85,16 +86,7 @@ def _shown(value: object) -> str:
 
 
 def _encode(folder: Path, text: str, place: str) -> list[int]:
-    from tokenizers import Tokenizer
-
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise ConversionError(f"{place}: prompts given as text need {file}, which does not exist")
     try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise ConversionError(f"{file} cannot be read ({error})") from None
-    try:
-        return list(tokenizer.encode(text).ids)
-    except Exception as error:  # as above
-        raise ConversionError(f"{place}: {file} cannot encode the text ({error})") from None
+        return encode_text(load_tokenizer(folder / "tokenizer.json"), text)
+    except TokenizerError as error:
+        raise ConversionError(f"{place}: {error}") from None

@@ -12,11 +12,12 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from ..config.process import WARNING_PREFIX
+from ..run.json_file import JsonFileError, read_json
 from ..run.text import printable
 from .errors import REMEDY, ConversionError, listed
 
@@ -42,16 +43,15 @@ class Partial:
         self.steps: list[Any] = []
         self._lock: BinaryIO | None = None
         self._made: list[Path] = []  # folders, deepest first
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.release)  # nothing stays locked after an error
             with self._undone_by_errors():
                 require_apart(out, sources)
                 require_absent(out)
                 self._require_ours()
                 self._require_room(plan, needed_bytes)
                 self._take(plan)
-        except BaseException:  # not handled here: nothing stays locked
-            self.release()
-            raise
+            undo.pop_all()
 
     def _require_ours(self) -> None:
         """Nothing is removed that no conversion has written."""
@@ -103,9 +103,9 @@ class Partial:
     def _say_what_is_lost(self, plan: Mapping[str, Any]) -> None:
         """One line when recorded steps of another plan are about to be removed."""
         try:
-            made = json.loads((self.path / _PLAN).read_text())
+            made = read_json(self.path / _PLAN)
             lost = made != json.loads(json.dumps(plan)) and (self.path / _JOURNAL).stat().st_size > 0
-        except (OSError, ValueError, RecursionError):
+        except (OSError, JsonFileError):
             return
         if lost:
             source = made.get("source", "another source") if isinstance(made, dict) else "another source"
@@ -119,10 +119,10 @@ class Partial:
     def _left(self, plan: Mapping[str, Any]) -> list[Any]:
         """Steps that the same plan has recorded."""
         try:
-            if json.loads((self.path / _PLAN).read_text()) != json.loads(json.dumps(plan)):
+            if read_json(self.path / _PLAN) != json.loads(json.dumps(plan)):
                 return []
             lines = (self.path / _JOURNAL).read_text().splitlines()
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError):
             return []
         steps = []
         for line in lines:  # the last one may be cut short
@@ -235,7 +235,7 @@ def _lock(file: BinaryIO) -> None:
             raise
 
 
-class Progress:
+class CopyProgress:
     """Bytes done, rate and time left, on a terminal in place, else a line every ``every_s`` seconds."""
 
     def __init__(self, what: str, total: int, stream: TextIO | None, every_s: float = 5.0) -> None:
@@ -246,7 +246,7 @@ class Progress:
         self._done = self._skipped = 0
 
     def skip(self, count: int) -> None:
-        """Bytes that an earlier run did."""
+        """Bytes that were done before the interruption."""
         self._done = self._skipped = count
 
     def add(self, count: int) -> None:

@@ -50,7 +50,7 @@ def load_shard(
         for name in names:
             tensors = [folder.tensor(source) for source in family.sources(name, shape)]
             rank, size = (expert_tp_rank, expert_tp_size) if family.is_expert(name) else (tp_rank, tp_size)
-            yield name, family.place(name).row.op.to_shard(tensors, shape, rank, size, padded_vocab)
+            yield name, family.place(name).rule.op.to_shard(tensors, shape, rank, size, padded_vocab)
 
     return read()
 

@@ -1,6 +1,6 @@
 """Families of models as tables.
 
-A row says which HF tensors make up one Megatron parameter and by which op. The same row serves every
+A mapping rule says which HF tensors make up one Megatron parameter and by which op. The same rule serves every
 direction: HF folder -> tensor-parallel shards when the learner loads a model or a checkpoint is
 imported, shards -> HF tensors (``Family.to_hf``) for weight synchronisation and export, so that they
 cannot drift apart. Megatron names are those of ``GPTModel`` with the local layer specification, with
@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..models.families import tensors
+from ..models.families.registry import tensors
 from ..models.shape import ConfigRules, ModelShape
 from .errors import ConversionError
 from .ops import Op
@@ -28,7 +28,7 @@ OUTPUT = "output_layer.weight"
 
 
 @dataclass(frozen=True)
-class Row:
+class MappingRule:
     """One Megatron parameter (of every layer and expert, where the name holds {layer} or {expert}).
 
     ``hf`` are the HF names in the order that ``op`` wants them; their shapes are in models/shape.py.
@@ -57,49 +57,49 @@ class Row:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a Megatron parameter stands: its row, and the layer and expert numbers it has."""
+    """Where a Megatron parameter stands: its mapping rule, and the layer and expert numbers it has."""
 
-    row: Row
+    rule: MappingRule
     layer: int | None
     expert: int | None
 
     def hf_names(self) -> list[str]:
-        return [name.replace(LAYER, str(self.layer)).replace(EXPERT, str(self.expert)) for name in self.row.hf]
+        return [name.replace(LAYER, str(self.layer)).replace(EXPERT, str(self.expert)) for name in self.rule.hf]
 
 
 @dataclass(frozen=True)
 class Family:
     """One architecture of transformers.
 
-    rules    how its config.json is read
-    rows     the table, in order of the forward pass within a layer
-    skipped  pattern of HF tensors that are not loaded -> reason
+    config_rules  how its config.json is read
+    mapping       the table, in order of the forward pass within a layer
+    skipped       pattern of HF tensors that are not loaded -> reason
     """
 
-    rules: ConfigRules
-    rows: tuple[Row, ...]
+    config_rules: ConfigRules
+    mapping: tuple[MappingRule, ...]
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
         """The name in config.json's ``architectures``."""
-        return self.rules.architecture
+        return self.config_rules.architecture
 
     def place(self, megatron_name: str) -> Place:
-        """Row and numbers of a Megatron parameter; ConversionError when the table has none."""
+        """Rule and numbers of a Megatron parameter; ConversionError when the table has none."""
         pattern, layer, expert = _abstract(megatron_name)
-        for row in self.rows:
-            if row.megatron == pattern:
-                return Place(row, layer, expert)
+        for rule in self.mapping:
+            if rule.megatron == pattern:
+                return Place(rule, layer, expert)
         raise ConversionError(f"{self.architecture} has no conversion for the Megatron parameter {megatron_name}")
 
     def partition_dim(self, megatron_name: str) -> int | None:
         """Dimension along which tensor parallelism cuts the parameter; None when every rank holds all of it."""
-        return self.place(megatron_name).row.op.partition_dim
+        return self.place(megatron_name).rule.op.partition_dim
 
     def dtype(self, megatron_name: str, model: torch.dtype) -> torch.dtype:
         """Dtype of the parameter in a model of dtype ``model``."""
-        return torch.float32 if self.place(megatron_name).row.float32 else model
+        return torch.float32 if self.place(megatron_name).rule.float32 else model
 
     def is_expert(self, megatron_name: str) -> bool:
         """Whether the parameter belongs to one routed expert, hence to the ranks of its expert-parallel part."""
@@ -110,12 +110,12 @@ class Family:
         layers = [
             name
             for layer in range(shape.num_layers)
-            for row in self.rows
-            if LAYER in row.megatron
-            for name in row.expand(shape, layer)
+            for rule in self.mapping
+            if LAYER in rule.megatron
+            for name in rule.expand(shape, layer)
         ]
         tied = (OUTPUT,) if shape.tie_word_embeddings else ()
-        last = [row.megatron for row in self.rows if LAYER not in row.megatron]
+        last = [rule.megatron for rule in self.mapping if LAYER not in rule.megatron]
         return [EMBEDDING, *layers, *(name for name in last if name not in (EMBEDDING, *tied))]
 
     def sources(self, megatron_name: str, shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -130,7 +130,7 @@ class Family:
         if place.layer is not None:
             if not 0 <= place.layer < shape.num_layers:
                 raise ConversionError(f"{megatron_name}: the model has {shape.num_layers} layers")
-            if megatron_name not in place.row.expand(shape, place.layer):
+            if megatron_name not in place.rule.expand(shape, place.layer):
                 raise ConversionError(f"{megatron_name}: layer {place.layer} of the model has no such parameter")
         sizes = tensors(shape)
         return {name: sizes[name] for name in place.hf_names()}
@@ -151,9 +151,9 @@ class Family:
         """
         if megatron_name == OUTPUT and shape.tie_word_embeddings:
             return
-        row = self.place(megatron_name).row
+        op = self.place(megatron_name).rule.op
         expected = self.sources(megatron_name, shape)
-        for (name, size), tensor in zip(expected.items(), row.op.to_hf(shards, shape), strict=True):
+        for (name, size), tensor in zip(expected.items(), op.to_hf(shards, shape), strict=True):
             if tuple(tensor.shape) != size:
                 raise ConversionError(
                     f"{megatron_name} of shape {[list(shard.shape) for shard in shards]} gives {name} of shape "

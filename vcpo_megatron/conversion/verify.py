@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..models.families import tensors
+from ..models.families.registry import tensors
+from .dtypes import TORCH_DTYPES, dtype_name
 from .families.registry import open_model
-from .hf import DTYPES, HFFolder
+from .hf import HFFolder
 from .shards import unconsumed
 
 #: Keys of config.json that do not change the function a model computes.
@@ -54,8 +55,8 @@ class FolderTensors:
     def computes_in(self) -> torch.dtype:
         """transformers takes what config.json states, or else the dtype of the first tensor."""
         stated = self.config.get("dtype") or self.config.get("torch_dtype")
-        found = getattr(torch, stated, None) if stated else self._folder.dtype("model.embed_tokens.weight")
-        return found if found in DTYPES else torch.float32
+        found = TORCH_DTYPES.get(stated) if stated else self._folder.dtype("model.embed_tokens.weight")
+        return torch.float32 if found is None else found
 
     def order(self) -> Mapping[str, tuple[int, ...]]:
         return tensors(self._shape)
@@ -88,7 +89,8 @@ def compare(a: Tensors, b: Tensors, *, cast: bool = False) -> Same | str:
         left, right = a.tensor(name), b.tensor(name)
         if left.dtype != right.dtype:
             if not cast:
-                return f"{name} is {_short(left)} in A and {_short(right)} in B (--cast compares in the narrower one)"
+                kinds = f"{dtype_name(left.dtype)} in A and {dtype_name(right.dtype)} in B"
+                return f"{name} is {kinds} (--cast compares in the narrower one)"
             narrow = min((left.dtype, right.dtype), key=lambda kind: (kind.itemsize, kind is torch.float16))
             left, right = left.to(narrow), right.to(narrow)
         if not torch.equal(left, right):
@@ -119,10 +121,6 @@ def compare_logprobs(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float)
             )
         largest = max(largest, float(distance.max()) if len(distance) else 0.0)
     return largest
-
-
-def _short(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _config_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.dtypes import SAFETENSORS_NAMES
+from .dtypes import dtype_name
 from .errors import ConversionError
 from .hf import INDEX, SINGLE
 from .partial import carry_over
 
 #: Size of one weight file, unless a single tensor is larger.
 FILE_BYTES = 5 * 10**9
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def finish_folder(path: Path, beside: Path, config: Mapping[str, Any], dtype: to
     The file stays as it was when it says so already.
     """
     carry_over(beside, path)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     key = "dtype" if "dtype" in config else "torch_dtype"
     if config.get(key) not in (name, None):
         (path / "config.json").write_text(json.dumps({**config, key: name}, indent=2) + "\n")
@@ -140,7 +141,7 @@ def _plan(
         at = 0
         for name, length in content.items():
             entries[name] = {
-                "dtype": _NAMES[dtypes[name]],
+                "dtype": SAFETENSORS_NAMES[dtype_name(dtypes[name])],
                 "shape": list(tensors[name]),
                 "data_offsets": [at, at + length],
             }

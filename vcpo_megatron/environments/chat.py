@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ..models.tokenizer import TokenizerError, load_tokenizer
+from ..run.json_file import JsonFileError, read_json_object
 from .base import EnvironmentSetupError
-from .tokenizer import load_tokenizer
 
 Message = Mapping[str, Any]
 
@@ -25,8 +26,11 @@ class ChatTemplate:
     """Tokenizer and chat template of a model folder; EnvironmentSetupError when it has none."""
 
     def __init__(self, folder: Path) -> None:
-        self.tokenizer = load_tokenizer(folder / "tokenizer.json")
-        settings = _read_json(folder / "tokenizer_config.json")
+        try:
+            self.tokenizer = load_tokenizer(folder / "tokenizer.json")
+        except TokenizerError as error:
+            raise EnvironmentSetupError(str(error)) from None
+        settings = _settings(folder / "tokenizer_config.json")
         self._special = {key: _text(value) for key, value in settings.items() if key.endswith("_token")}
         source = _template_source(folder, settings)
         environment = ImmutableSandboxedEnvironment(
@@ -59,14 +63,12 @@ class ChatTemplate:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def _settings(path: Path) -> Mapping[str, Any]:
+    """Content of tokenizer_config.json; none where there is no such file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise EnvironmentSetupError(f"{path}: cannot be read as JSON ({error}); correct the file") from None
-    return value if isinstance(value, dict) else {}
+        return read_json_object(path) if path.exists() else {}
+    except JsonFileError as error:
+        raise EnvironmentSetupError(f"{error}; correct the file") from None
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str:

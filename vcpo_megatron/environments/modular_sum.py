@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
 from ..config.schema import EnvironmentConfig
+from ..models.tokenizer import TokenizerError, load_tokenizer
 from .base import Action, EnvironmentSetupError, Example, Observation, Outcome, Problems, fingerprint, parse_options
 from .datasets import DatasetRecord, ShuffledOrder, read_records
-from .tokenizer import load_tokenizer
 
 NAME = "modular_sum"
 HELDOUT_PROMPTS = 512
@@ -155,7 +155,10 @@ class ModularSum:
 def _tokens_of(folder: Path) -> tuple[Tokenizer, dict[str, int]]:
     """The tokenizer and the token id of each of "0" ... "9" and "="."""
     path = folder / "tokenizer.json"
-    tokenizer = load_tokenizer(path)
+    try:
+        tokenizer = load_tokenizer(path)
+    except TokenizerError as error:
+        raise EnvironmentSetupError(str(error)) from None
     found = {character: tokenizer.token_to_id(character) for character in "0123456789="}
     ids = {character: token for character, token in found.items() if token is not None}
     if missing := [character for character in found if character not in ids]:

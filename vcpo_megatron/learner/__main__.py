@@ -1,4 +1,4 @@
-"""``python -m vcpo_megatron.learner``: one learner rank, told by its environment (config/process.py)."""
+"""``python -m vcpo_megatron.learner``: one learner rank, configured by its environment (config/process.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .megatron import platform
 
 
 def main() -> int:
-    """Run the rank; 0 when it was told to stop, 1 with a last line that says why."""
+    """Run the rank; 0 after Stop, 1 with a last line that says why."""
     worker = None
     try:
         context = ProcessContext.from_environment()
@@ -25,7 +25,7 @@ def main() -> int:
         worker.close()
         return 0
     except Exception as error:  # the rank's fault boundary: everything ends up in the log, and in its last line
-        with contextlib.suppress(OSError):  # a full disk under the log must not keep the others from being told
+        with contextlib.suppress(OSError):  # a full disk under the log must not hide the failure from the others
             traceback.print_exc()
         if worker is not None:
             worker.report_failure(error)
@@ -41,5 +41,5 @@ if __name__ == "__main__":
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    # Collectives' threads of a broken world may never end: leave without waiting for them.
+    # Collectives' threads of a broken world may never end: exit without waiting for them.
     os._exit(status)

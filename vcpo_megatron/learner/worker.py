@@ -1,4 +1,4 @@
-"""A learner rank: waits for commands, all ranks alike, until it is told to stop.
+"""A learner rank: serves commands, all ranks alike, until Stop.
 
     orchestrator <--control socket--> rank 0 --broadcast of every message--> all ranks
 
@@ -7,8 +7,8 @@ The loop (all ranks)    consumes: commands      produces: StepDone, WeightsReady
                         unblocked by: a message, or rank 0's idle command every few seconds (so that a
                         silent orchestrator never lets a collective run into its deadline)
 
-Weights of every version are copied right after the step and sent by a thread of their own (sender.py). A checkpoint
-is written by a thread while further commands are served; it is looked after between commands.
+Weights of every version are copied right after the step and sent by a thread of their own (``weight_sync.learner``). A
+checkpoint is written by a thread while further commands are served; it is looked after between commands.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import torch.distributed as dist
 
 from ..config.process import ENDED_BY_ORCHESTRATOR, ProcessContext
 from ..config.schema import RunConfig
-from ..transport.control import ControlClient
+from ..transport.control import ControlClient, Received
 from ..transport.frames import decode, encode
 from ..transport.messages import (
+    AbortStep,
     BatchReady,
     Checkpoint,
     CheckpointDone,
@@ -33,16 +34,16 @@ from ..transport.messages import (
     Error,
     Heartbeat,
     Hello,
-    LeaveStep,
     Loaded,
     Message,
     Probe,
     ProbeResult,
+    StepAborted,
     StepDone,
-    StepLeft,
     Stop,
 )
 from ..types import Batch, PolicyVersion
+from ..weight_sync.learner import WeightSender
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.exports import Exports
 from .megatron import platform
@@ -51,7 +52,7 @@ from .megatron.scoring import score_tokens
 from .megatron.training import build_trainable
 from .step.vcpo_step import VcpoStep
 from .weights.gather import WeightGatherer
-from .weights.sender import WeightSender
+from .weights.snapshots import Snapshots
 
 #: Seconds after which rank 0, without a command, lets the other ranks pass through their collective.
 IDLE_S = 2.0
@@ -70,13 +71,13 @@ class Worker:
             method = f"{config.algorithm.method}, opob_mode {config.algorithm.opob_mode}"
             print(f"{self._parallel.layout}; {method}; Adam: {platform.kernels().adam}'s", flush=True)
         self._version = PolicyVersion(context.attempt, context.resume_step or 0)
-        self._say(Hello(context.token, self._version, self._parallel.world_size))
-        self._now("builds the model")
+        self._send(Hello(context.token, self._version, self._parallel.world_size))
+        self._set_doing("builds the model")
         # a resumed run reads the initial weights only where they are the reference of the KL term
         initial = context.resume_step is None or config.algorithm.kl_reference == "initial"
         trainable = build_trainable(config, self._parallel, load=initial)
         self._trainable = trainable
-        self._step = VcpoStep(config, self._parallel, trainable, leave_asked=self._leave_asked)
+        self._step = VcpoStep(config, self._parallel, trainable, abort_requested=self._abort_requested)
         self._checkpoints = Checkpoints(config, context.directory, self._parallel, trainable)
         if context.resume_step is not None:
             self._step.ess_state = self._checkpoints.load(context.resume_step)
@@ -84,37 +85,36 @@ class Worker:
         self._exports = Exports(config, context.directory, self._parallel, trainable, gatherer)
         # a replay has no servers
         sends = config.rollout.engine != "replay"
-        self._sender = (
-            WeightSender(config, context, self._parallel, trainable, gatherer, self._control) if sends else None
-        )
+        source = Snapshots(gatherer, self._parallel, trainable.shape)
+        self._sender = WeightSender(config, context, source, self._control) if sends else None
         self._stall_s = 0.0  # seconds that the last version's copy took
-        self._inbox: deque[Message] = deque()
-        self._heard = time.monotonic()
+        self._inbox: deque[Received] = deque()
+        self._last_message = time.monotonic()
 
     def run(self) -> None:
         """Serve until Stop."""
-        self._say(Loaded(self._version))
+        self._send(Loaded(self._version))
         self._publish_weights()
         while True:
-            self._now(f"idle at version {self._version}, waits for a batch")
+            self._set_doing(f"idle at version {self._version}, waits for a batch")
             if self._sender is not None:
                 self._sender.check()
             self._look_after_checkpoint()
             match self._next_command():
                 case BatchReady(batch):
-                    self._now(f"trains step {batch.step}")
+                    self._set_doing(f"trains step {batch.step}")
                     self._train(batch)
                 case Checkpoint(step, state):
-                    self._now(f"copies its state for checkpoint {step}")
+                    self._set_doing(f"copies its state for checkpoint {step}")
                     self._look_after_checkpoint(wait=True)
                     self._checkpoints.start(step, self._version, self._step.ess_state, state)
                 case Probe(tokens):
                     logprobs = score_tokens(self._trainable, self._parallel, tokens)
-                    self._say(ProbeResult(logprobs))
+                    self._send(ProbeResult(logprobs))
                 case Stop():
                     self._look_after_checkpoint(wait=True)
                     return
-                case Heartbeat() | LeaveStep():  # to leave a step that is done
+                case Heartbeat() | AbortStep():  # the abort of a step that is done
                     pass
                 case Error(_, message):
                     raise ControlError(f"{ENDED_BY_ORCHESTRATOR}{message}")
@@ -124,47 +124,50 @@ class Worker:
     def _train(self, batch: Batch) -> None:
         result = self._step.run(batch, PolicyVersion(self._version.attempt, self._version.number + 1))
         if result is None:
-            return self._say(StepLeft(batch.step))
+            return self._send(StepAborted(batch.step))
         self._version = result.version
         if self._sender is not None:  # of the version that this step started from: its own is copied after StepDone
             result = replace(result, metrics={**result.metrics, "time/sync_stall": self._stall_s})
-        self._say(StepDone(result))
+        self._send(StepDone(result))
         self._publish_weights()
         if self._exports.is_due(self._version.number):
-            self._now(f"exports the policy of step {self._version.number}")
+            self._set_doing(f"exports the policy of step {self._version.number}")
             self._exports.write(self._version.number)
 
-    def _leave_asked(self) -> bool:
-        """Rank 0, in the middle of a step: whether it is to be left. Other messages wait in the inbox."""
+    def _abort_requested(self) -> bool:
+        """Rank 0, during a step: whether it is to be aborted. Other messages wait in the inbox."""
         assert self._control is not None
-        while (message := self._control.receive(0.0)) is not None:
-            self._heard = time.monotonic()
-            self._inbox.append(message)
-        asked = [message for message in self._inbox if isinstance(message, LeaveStep)]
+        while (received := self._control.receive(0.0)) is not None:
+            self._last_message = time.monotonic()
+            self._inbox.append(received)
+        asked = [message for message, _ in self._inbox if isinstance(message, AbortStep)]
         return any(message.step == self._version.number for message in asked)
 
     def _look_after_checkpoint(self, *, wait: bool = False) -> None:
         """Complete the checkpoint that is being written when every rank has written its part."""
         if self._checkpoints.busy and (done := self._checkpoints.finished(wait=wait)) is not None:
-            self._say(CheckpointDone(*done))
+            self._send(CheckpointDone(*done))
 
     # --- control ------------------------------------------------------------------------------
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         if self._control is not None:
             self._control.send(message)
 
-    def _now(self, doing: str) -> None:
+    def _set_doing(self, doing: str) -> None:
         """What the next Heartbeat says."""
         if self._control is not None:
             self._control.doing = doing
 
     def _next_command(self) -> Message:
         """The orchestrator's next message, on every rank."""
-        frames = [bytes(frame) for frame in encode(self._receive())] if self._parallel.rank == 0 else []
-        return decode(_broadcast_frames(frames, self._parallel))
+        if self._parallel.rank == 0:
+            message, frames = self._receive()
+            _broadcast_frames(frames, self._parallel)
+            return message
+        return decode(_broadcast_frames([], self._parallel))
 
-    def _receive(self) -> Message:
+    def _receive(self) -> Received:
         """Rank 0: the next command, or a Heartbeat for the other ranks when there is none for a while.
 
         The orchestrator sends heartbeats of its own; ControlError when it is silent for ``launch.timeout_s``.
@@ -173,19 +176,20 @@ class Worker:
         if self._inbox:
             return self._inbox.popleft()
         idle_s = SAVING_S if self._checkpoints.busy else IDLE_S
-        if (message := self._control.receive(idle_s)) is not None:
-            self._heard = time.monotonic()
-            return message
-        if time.monotonic() - self._heard > self._config.launch.timeout_s:
+        if (received := self._control.receive(idle_s)) is not None:
+            self._last_message = time.monotonic()
+            return received
+        if time.monotonic() - self._last_message > self._config.launch.timeout_s:
             raise ControlError(
                 f"the orchestrator was silent for {self._config.launch.timeout_s:g} s (launch.timeout_s); see its log"
             )
-        return Heartbeat("learner", "idle")
+        idle = Heartbeat("learner", "idle")
+        return Received(idle, encode(idle))
 
     def _publish_weights(self) -> None:
         """Copy this version's weights; the sender does the rest."""
         if self._sender is not None:
-            self._now(f"copies the weights of version {self._version}")
+            self._set_doing(f"copies the weights of version {self._version}")
             started = time.monotonic()
             self._sender.publish(self._version)
             self._stall_s = time.monotonic() - started
@@ -193,7 +197,7 @@ class Worker:
     def report_failure(self, error: BaseException) -> None:
         """Tell the orchestrator why this rank ends."""
         self._sender = None  # its thread, which may wait for other ranks, ends with the process
-        self._say(Error(f"learner rank {self._parallel.rank}", f"{type(error).__name__}: {error}"))
+        self._send(Error(f"learner rank {self._parallel.rank}", f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:
         if self._sender is not None:

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from ..run.errors import ConfigError
-from .families import model_shape, tensors
+from ..run.json_file import JsonFileError, read_json
+from .dtypes import ELEMENT_BYTES, SAFETENSORS_NAMES
+from .families.registry import model_shape, tensors
 from .shape import ModelShape, ShapeError
 
 _HEADER_LIMIT = 100 * 2**20
 #: safetensors' names of the types that weights are trained from, and their bytes.
-_WEIGHT_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_WEIGHT_BYTES = {SAFETENSORS_NAMES[name]: size for name, size in ELEMENT_BYTES.items()}
 
 
 class _Stored(NamedTuple):
@@ -30,14 +32,12 @@ class _Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-def read_json(path: Path) -> Any:
+def _read(path: Path) -> Any:
     """Parsed content of ``path``; ConfigError in one line."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError([f"model.path: {path} does not exist; a Hugging Face folder has it"]) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError([f"model.path: {path} cannot be read as JSON: {error}"]) from None
+        return read_json(path)
+    except JsonFileError as error:
+        raise ConfigError([f"model.path: {error}; give a complete Hugging Face folder"]) from None
 
 
 def read_model(folder: Path) -> ModelShape:
@@ -45,7 +45,7 @@ def read_model(folder: Path) -> ModelShape:
     if not folder.is_dir():
         raise ConfigError([f"model.path = {folder}: no such folder; give a local Hugging Face model folder"])
     path = folder / "config.json"
-    data = read_json(path)
+    data = _read(path)
     if not isinstance(data, dict):
         raise ConfigError([f"model.path: {path} holds no JSON object"])
     if data.get("model_type") is None:
@@ -118,7 +118,7 @@ def _stored_tensors(folder: Path) -> tuple[dict[str, _Stored], list[str]]:
         if not single.exists():
             raise ConfigError([f"model.path: {folder} has neither {single.name} nor {index.name}; safetensors needed"])
         return _header(single), []
-    content = read_json(index)
+    content = _read(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ConfigError([f"model.path: {index} has no weight_map of tensor names to file names"])
@@ -195,8 +195,8 @@ def tokenizer_problems(folder: Path, shape: ModelShape) -> list[str]:
     """What is wrong with tokenizer.json for a model of ``shape``, or with tokenizer_config.json."""
     path = folder / "tokenizer.json"
     try:
-        content = read_json(path)
-        settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+        content = _read(path)
+        settings = _read(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     except ConfigError as error:
         return error.problems
     if problem := _settings_fault(settings):
@@ -245,7 +245,7 @@ def generation_problems(folder: Path, shape: ModelShape) -> list[str]:
         if not path.exists():
             continue
         try:
-            content = read_json(path)
+            content = _read(path)
         except ConfigError as error:
             return error.problems
         if not isinstance(content, dict):

@@ -18,12 +18,12 @@ from ..environments.base import EnvironmentSetupError
 from ..environments.registry import make_environment
 from ..models.folder import read_model
 from ..observability.sinks import JsonlSink, Sink, TensorBoardSink
-from ..rollout.client.http import ServerError, ServerUnavailable
-from ..rollout.client.open_files import allow_connections
+from ..rollout.client.http import ServerError, ServerUnavailable, allow_connections
 from ..rollout.client.protocol import ProtocolError
-from ..rollout.fleet.fleet import Changes, FleetError
+from ..rollout.fleet.fleet import FleetError
 from ..rollout.fleet.router import sampling_problem
 from ..run.errors import ConfigError
+from ..run.notifier import Notifier
 from ..run.tasks import RunError
 from ..run.text import one_line
 from ..transport.control import ControlServer
@@ -32,7 +32,7 @@ from .controller import Controller, Parts
 from .modes.replay import open_recorded, recorded_steps
 from .peers.servers import make_fleet
 from .peers.weight_sync import SyncError
-from .store.store import StoreError
+from .store.schema import StoreError
 
 #: Characters of the last line: a message with two long paths and its remedy.
 LIMIT = 900
@@ -55,7 +55,7 @@ def make_parts(context: ProcessContext, config: RunConfig) -> Parts:
     environment = make_environment(config.environment, config.model.path, config.train.seed)
     if config.rollout.router is not None and (problem := sampling_problem(environment.sampling)) is not None:
         raise ConfigError([problem])
-    changes = Changes()
+    changes = Notifier()
     recorded = open_recorded(config) if config.rollout.engine == "replay" else None
     steps = recorded_steps(recorded, config, context.resume_step or 0) if recorded else config.train.steps
 

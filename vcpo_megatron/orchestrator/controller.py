@@ -1,25 +1,25 @@
 """The controller: starts the parts of a run in order, lets them run beside each other, ends them in order.
 
-                       admits (bound)          finished, on disk           G oldest groups
-     data cursor --> Generation ----------> store, Batcher --------------> training loop --BatchReady--> learner
-                        |    ^                  (Recorder)                      ^                           |
-               /generate|    |loaded version                                    +---------StepDone---------+|
-                        v    |                                                                              |
-                   rollout servers <--pause, begin, buckets, end, continue-- WeightSync <--WeightsReady-----+
-                     (Fleet)  ^                                                  |
-                              +--------- Evaluation (pinned version) <-----------+--> eval/accuracy --> MetricsLog
+                    admits (bound)      finished, on disk      G oldest groups
+     prompts --> Generation --------------> GroupLedger --------> Batcher --> training loop --BatchReady--> learner
+                     |    ^            (Recorder, RolloutStore)                    ^                          |
+            /generate|    |loaded version                                          +--------StepDone---------+|
+                     v    |                                                                                   |
+                rollout servers <--pause, begin, buckets, end, continue-- WeightSync <------WeightsReady------+
+                  (Fleet)  ^                                                  |
+                           +--------- Evaluation (held version) <-------------+--> eval/accuracy --> MetricsLog
 
 Loops, each documented where it lives: ``LearnerLink.receive``, ``LearnerLink.heartbeat``, ``Fleet.supervise``,
 ``WeightSync.run``, ``Generation.run``, ``Evaluation.run``, and here:
 
 ``_train``     consumes: batches                       produces: steps, rows, checkpoints
-               waits for: a batch (or an earlier evaluation, so that two are never pinned), StepDone
+               waits for: a batch (or an earlier evaluation, so that two never hold a version), StepDone
                unblocked by: finished trajectories, ended groups, ``Poll.retry_s``, a stop
 ``_watch``     consumes: nothing                       produces: a line in the log when nothing moved for watchdog_s
                waits for: time
 
 ``lag = "exact"`` replaces Generation, Batcher, Evaluation and ``_train`` by ``exact.ExactRun``, and
-``engine = "replay"`` replaces them by ``replay.Replay``, without servers.
+``engine = "replay"`` replaces them by ``replay.Replay``, without servers; the ledger is the same.
 """
 
 from __future__ import annotations
@@ -35,30 +35,33 @@ from ..config.schema import RunConfig
 from ..environments.base import Environment
 from ..observability.sinks import Sink
 from ..rollout.client.protocol import SamplingParams
-from ..rollout.fleet.fleet import Changes, Fleet
+from ..rollout.fleet.fleet import Fleet
+from ..run.notifier import Notifier
 from ..run.tasks import StopRequest, run_all, run_beside
 from ..transport.messages import ControlError, WeightsReady
 from ..types import Batch, PolicyVersion
-from ..weight_sync.checksums import ChecksumBook
-from ..weight_sync.couriers import Couriers
-from ..weight_sync.update import Updater
+from ..weight_sync.orchestrator import Transports, Updater
+from ..weight_sync.verification import ChecksumVerifier
 from .modes.batcher import Batcher
 from .modes.evaluation import Evaluation, evaluating_servers
 from .modes.exact import ExactRun, ExactSampler
 from .modes.failures import FailureWindow, PromptFailures
-from .modes.generation import Cursor, Generation, GenerationRules, SamplingRules
+from .modes.generation import Generation, GenerationRules, SamplingRules
 from .modes.metrics_log import MetricsLog, Start, evaluated_versions, start_of_log
-from .modes.pacing import Pacer
 from .modes.replay import Replay
-from .modes.staleness import StalenessBound
+from .modes.staleness import Pacer, StalenessBound
 from .modes.trainer import Trainer
 from .peers.learner import ControlSocket, LearnerLink, version_mismatch
 from .peers.probe import compare
 from .peers.servers import all_answer
 from .peers.weight_sync import WeightSync
 from .resuming import accept, check
+from .store.ledger import GroupLedger
+from .store.reader import StoreReader
 from .store.recorder import Recorder
-from .store.store import ResumePlan, RolloutStore, StoreError, StoreReader
+from .store.resume import ResumePlan
+from .store.schema import StoreError
+from .store.store import RolloutStore
 
 #: With base_ess_ratio = "auto" the first steps run without lag, to measure the ratio on-policy.
 AUTO_BASE_STEPS = 5
@@ -81,7 +84,7 @@ class Parts:
     recorded: StoreReader | None
     socket: Socket
     sinks: Callable[[int], Sequence[Sink]]
-    changes: Changes
+    changes: Notifier
     steps: int
     vocab_size: int
     context_length: int
@@ -103,11 +106,11 @@ class Controller:
             parts.socket,
             config.launch.timeout_s,
             on_weights=self._on_weights,
-            on_sender=lambda message: self._couriers.heard(message),
+            on_sender=lambda message: self._transports.on_message(message),
             needs_weights=parts.fleet is not None,
         )
-        self._couriers = Couriers(
-            self._link.tell,
+        self._transports = Transports(
+            self._link.send,
             prefix=f"vcpo-{context.token[:8]}-{context.attempt}",
             timeout_s=config.rollout.sync_timeout_s,
         )
@@ -155,13 +158,14 @@ class Controller:
         if not await self._stop.unless_made(self._connect()):
             return
         plan = await accept(self._context, self._config, state, self._recorder)
+        ledger = GroupLedger.resumed(self._recorder, plan, requeue=state.get("requeue", []))
         self._accepted = True
         if self._parts.fleet is None:
-            await self._replay(plan, state)
+            await self._replay(ledger, state)
         elif self._config.staleness.lag == "exact":
-            await self._exact(self._parts.fleet, plan, state)
+            await self._exact(self._parts.fleet, ledger, state)
         else:
-            await self._bounded(self._parts.fleet, plan, state)
+            await self._bounded(self._parts.fleet, ledger, plan, state)
 
     @property
     def _replays(self) -> bool:
@@ -169,13 +173,12 @@ class Controller:
 
     # --- beginning and end --------------------------------------------------------------------
 
-    def _start(self, plan: ResumePlan, state: dict[str, Any], cursor: Cursor, every: int) -> tuple[Trainer, Start]:
+    def _start(self, ledger: GroupLedger, state: dict[str, Any], every: int) -> tuple[Trainer, Start]:
         """Trainer and metrics, cut back to the checkpoint; evaluations every ``every`` steps."""
-        versions = evaluated_versions(plan.step, self._parts.steps, every)
-        start = start_of_log(
-            self._context.directory.metrics, plan.step, self._parts.steps, state.get("rows", []), versions
-        )
-        self._log = MetricsLog(self._parts.sinks(plan.step), start.versions, self._parts.steps, start.written)
+        step = ledger.version
+        versions = evaluated_versions(step, self._parts.steps, every)
+        start = start_of_log(self._context.directory.metrics, step, self._parts.steps, state.get("rows", []), versions)
+        self._log = MetricsLog(self._parts.sinks(step), start.versions, self._parts.steps, start.written)
         if start.problem:
             print(f"{WARNING_PREFIX}{start.problem}", flush=True)
         for row in start.rows:
@@ -183,12 +186,11 @@ class Controller:
         trainer = Trainer(
             self._config,
             self._link,
+            ledger,
             self._recorder,
             self._log,
             self._context.directory,
-            version=plan.step,
             fingerprint=self._parts.environment.fingerprint,
-            requeue=cursor.requeue,
             stop=self._stop,
         )
         return trainer, start
@@ -237,27 +239,24 @@ class Controller:
 
     # --- kinds of runs ------------------------------------------------------------------------
 
-    async def _replay(self, plan: ResumePlan, state: dict[str, Any]) -> None:
+    async def _replay(self, ledger: GroupLedger, state: dict[str, Any]) -> None:
         assert self._parts.recorded is not None
-        trainer, _ = self._start(plan, state, Cursor(), every=0)
-        replay = Replay(self._parts.recorded, trainer, self._recorder, plan, steps=self._parts.steps)
+        trainer, _ = self._start(ledger, state, every=0)
+        replay = Replay(self._parts.recorded, trainer, ledger, steps=self._parts.steps)
         self._describe.append(replay.describe)
         trainer.begin()
         await replay.run(self._stop)
 
-    async def _exact(self, fleet: Fleet, plan: ResumePlan, state: dict[str, Any]) -> None:
+    async def _exact(self, fleet: Fleet, ledger: GroupLedger, state: dict[str, Any]) -> None:
         config = self._config
-        cursor = self._cursor(plan, state)
-        trainer, start = self._start(plan, state, cursor, config.train.eval_every)
+        trainer, start = self._start(ledger, state, config.train.eval_every)
         sync = self._sync(fleet)
         run = ExactRun(
             ExactSampler(self._parts.environment, fleet, self._rules(), seed=config.train.seed),
             fleet,
             sync,
-            self._recorder,
+            ledger,
             trainer,
-            plan,
-            cursor,
             steps=self._parts.steps,
             lag=config.staleness.max_staleness,
             groups_per_step=config.train.groups_per_step,
@@ -275,20 +274,19 @@ class Controller:
 
         await run_beside(main(), sync.run())
 
-    async def _bounded(self, fleet: Fleet, plan: ResumePlan, state: dict[str, Any]) -> None:
+    async def _bounded(self, fleet: Fleet, ledger: GroupLedger, plan: ResumePlan, state: dict[str, Any]) -> None:
         config = self._config
-        cursor = self._cursor(plan, state)
-        trainer, start = self._start(plan, state, cursor, config.train.eval_every)
+        trainer, start = self._start(ledger, state, config.train.eval_every)
         sync = self._sync(fleet, lambda version: version in start.versions)
         pacer = self._pacer(state)
         trainer.pacer = pacer
-        batcher = self._batcher(plan, pacer)
+        batcher = Batcher(ledger, self._bound(), wait_s=config.staleness.wait_s, pacer=pacer)
         generation = Generation(
             self._parts.environment,
             fleet,
             batcher,
+            ledger,
             self._recorder,
-            cursor,
             self._rules(),
             self._generation_rules(),
             plan,
@@ -309,6 +307,7 @@ class Controller:
 
         async def main() -> None:
             if await self._stop.unless_made(self._start_servers(fleet, sync)):
+                generation.begin()
                 await run_beside(
                     self._train(trainer, batcher, generation, evaluation, sync), generation.run(), evaluation.run()
                 )
@@ -321,36 +320,36 @@ class Controller:
         trainer.begin()
         while trainer.version < self._parts.steps:
             started = time.monotonic()
-            batch = await self._next_batch(batcher, generation, evaluation)
+            batch = await self._next_batch(batcher, evaluation, trainer.version)
             if batch is None:
                 break
             waited = time.monotonic() - started
             result = await trainer.take(batch)
             if result is None:
                 break
-            batcher.step_done()
-            generation.forget(batch)
             self._changes.notify()
             await trainer.record(batch, result, wait_s=waited, sync=sync.take_metrics())
             await trainer.checkpoint_if_due()
         if self._stop.made and self._config.checkpoint.resume_partial:
-            await run_all(trainer.checkpoint(), generation.park())
+            await run_all(trainer.checkpoint(), generation.keep_unfinished())
         await trainer.checkpoint()
         await self._changes.until(
             lambda: (self._stop.made or evaluation.is_settled(before=self._parts.steps + 1)) or None
         )
         await trainer.tidy()
 
-    async def _next_batch(self, batcher: Batcher, generation: Generation, evaluation: Evaluation) -> Batch | None:
-        """The batch of the next step; None when a stop is asked for."""
+    async def _next_batch(self, batcher: Batcher, evaluation: Evaluation, version: int) -> Batch | None:
+        """The batch of step ``version``; None when a stop is asked for."""
         while not self._stop.made:
-            if not evaluation.may_train(batcher.version):
+            if not evaluation.may_train(version):
                 await self._changes.wait()
                 continue
             poll = batcher.poll()
             for group_id in poll.expired:
                 print(f"group {group_id} is dropped: too old, or not complete in staleness.wait_s", flush=True)
-                await generation.expire(group_id)
+            for ended in poll.ends:
+                await ended
+                self._changes.notify()
             if poll.batch is not None:
                 return poll.batch
             if not poll.expired:
@@ -364,23 +363,18 @@ class Controller:
         sampling = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)
         return SamplingRules(sampling, self._parts.context_length)
 
-    def _cursor(self, plan: ResumePlan, state: dict[str, Any]) -> Cursor:
-        """Prompts to be sampled again: those undone by the resume, and those that waited for it at the checkpoint."""
-        waiting = set(state.get("requeue", [])) - set(plan.cursors.values())
-        return Cursor(plan.next_cursor, plan.next_group_id, sorted(waiting | set(plan.requeue)))
-
-    def _sync(self, fleet: Fleet, is_pinned: Callable[[int], bool] = lambda number: False) -> WeightSync:
+    def _sync(self, fleet: Fleet, evaluation_due: Callable[[int], bool] = lambda number: False) -> WeightSync:
         """``lag`` = "exact" updates all servers together: none of them generates meanwhile."""
         rollout = self._config.rollout
-        book = ChecksumBook() if rollout.verify_sync else None
+        verifier = ChecksumVerifier() if rollout.verify_sync else None
         wave = rollout.sync_wave if self._config.staleness.lag == "bounded" else len(fleet.servers)
         return WeightSync(
             fleet,
-            Updater(self._couriers, rollout.pause_mode, book),
+            Updater(self._transports.of, rollout.pause_mode, verifier),
             wave=wave,
             timeout_s=rollout.sync_timeout_s,
             evaluators=evaluating_servers(fleet.servers),
-            is_pinned=is_pinned,
+            evaluation_due=evaluation_due,
         )
 
     def _generation_rules(self) -> GenerationRules:
@@ -402,13 +396,10 @@ class Controller:
             pacer.restore(state["pacer"])
         return pacer
 
-    def _batcher(self, plan: ResumePlan, pacer: Pacer | None) -> Batcher:
+    def _bound(self) -> StalenessBound:
         config = self._config
         on_policy = AUTO_BASE_STEPS if config.algorithm.base_ess_ratio == "auto" else 0
-        bound = StalenessBound(config.staleness.max_staleness, config.train.groups_per_step, on_policy)
-        batcher = Batcher(bound, config.train.group_size, wait_s=config.staleness.wait_s, pacer=pacer)
-        batcher.restore(plan)
-        return batcher
+        return StalenessBound(config.staleness.max_staleness, config.train.groups_per_step, on_policy)
 
     def _starts(self) -> bool:
         """Whether a server starts, which takes minutes and has a deadline of its own."""

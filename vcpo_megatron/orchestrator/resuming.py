@@ -15,12 +15,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..config.process import WARNING_PREFIX, ProcessContext
+from ..config.process import ProcessContext
 from ..config.schema import RunConfig
 from ..environments.base import Environment
 from ..run.tasks import RunError
 from .store.recorder import Recorder
-from .store.store import ResumePlan, RolloutStore
+from .store.resume import ResumePlan
+from .store.store import RolloutStore
 
 
 async def check(
@@ -42,12 +43,6 @@ async def check(
             f"configuration is the same, so {changed} has changed; restore it, or start a new run"
         )
     await recorder.write(lambda store: store.check_belongs(step, state.get("store")))
-    if "run" not in state.get("store", {}):
-        print(
-            f"{WARNING_PREFIX}checkpoint step_{step} was written by an earlier version, without the id of its run: "
-            "whether the store is of the same run is not known",
-            flush=True,
-        )
     return state
 
 
@@ -72,7 +67,7 @@ async def accept(context: ProcessContext, config: RunConfig, state: dict[str, An
     if plan.buffer or plan.partial or plan.requeue:
         kept = sum(len(group.trajectories) for group in plan.partial)
         missing = sum(len(group.missing) for group in plan.partial)
-        begun = sum(len(group.parked) for group in plan.partial)
+        begun = sum(len(group.answers) for group in plan.partial)
         print(
             f"resume: {len(plan.buffer)} complete groups are kept, {len(plan.partial)} go on with {kept} "
             f"trajectories and lack {missing}, of which {begun} are begun, {len(plan.requeue)} prompts are sampled "

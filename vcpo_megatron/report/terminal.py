@@ -13,7 +13,7 @@ from typing import Any
 from ..orchestrator.store.reader import StoreReader
 from ..orchestrator.store.schema import StoreError
 from ..run.text import kind_of
-from .transcript import Spoken, lines_of
+from .transcript import Transcripts, lines_of
 
 #: Column of the table -> (key of ``StoreReader.history``, width, format of a number).
 _COLUMNS = {
@@ -75,27 +75,32 @@ def _span(first: int | None, size: int, done: int) -> str:
 
 
 def print_history(
-    store: StoreReader, *, step: int | None, prompt_id: str | None, as_json: bool, spoken: Spoken | None = None
+    store: StoreReader,
+    *,
+    step: int | None,
+    prompt_id: str | None,
+    as_json: bool,
+    transcripts: Transcripts | None = None,
 ) -> None:
-    """Print the selected trajectories, with ``spoken`` their text too, then the totals and reasons of the whole run.
+    """Print the selected trajectories, with ``transcripts`` their text too, then totals and reasons of the whole run.
 
     StoreError when nothing fits the selection.
     """
     rows = store.history(step=step, prompt_id=prompt_id)
     first = next(rows, None)
     if first is None:
-        _refuse_nothing(store, step, prompt_id)
+        _refuse_empty_selection(store, step, prompt_id)
     if not as_json:
         print("  ".join(name.rjust(width) for name, (_, width, _) in _COLUMNS.items()).rstrip())
     for row in itertools.chain([first] if first else [], rows):
-        text = spoken.of(row) if spoken else {}
+        text = transcripts.of(row) if transcripts else {}
         print(json.dumps({**row, **text}) if as_json else _line(row))
         if text and not as_json:
             print("\n".join(lines_of(text)))
     _print_totals(store, as_json=as_json)
 
 
-def _refuse_nothing(store: StoreReader, step: int | None, prompt_id: str | None) -> None:
+def _refuse_empty_selection(store: StoreReader, step: int | None, prompt_id: str | None) -> None:
     """StoreError that says what there is instead of what was selected; nothing for an empty store."""
     steps = store.trained_steps()
     if step is not None and step not in steps:

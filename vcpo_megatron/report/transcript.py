@@ -5,27 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from ..config.load import load_resolved
+from ..models.tokenizer import TokenizerError, load_tokenizer
 from ..orchestrator.store.reader import StoreReader
 from ..orchestrator.store.schema import StoreError
 from ..run.directory import RunDirectory
 from ..run.text import printable
 
 
-class Spoken:
+class Transcripts:
     """Texts of a run's trajectories. ConfigError, StoreError: the run's configuration or tokenizer cannot be read."""
 
     def __init__(self, store: StoreReader, directory: RunDirectory) -> None:
         self._store = store
         config = load_resolved(directory.resolved)
         self._keep = config.checkpoint.keep_rollouts
-        path = config.model.path / "tokenizer.json"
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for everything
-            raise StoreError(f"{path} cannot be read ({error}); --text needs it: put it back") from None
+            self._tokenizer = load_tokenizer(config.model.path / "tokenizer.json")
+        except TokenizerError as error:
+            raise StoreError(f"--text needs the run's tokenizer: {error}") from None
 
     def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """``row`` of ``StoreReader.history`` -> {"text": its pieces in order}, or {"text": None, "no_text": why}.
@@ -60,12 +58,12 @@ class Spoken:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def lines_of(spoken: Mapping[str, Any]) -> Iterator[str]:
-    """What ``Spoken.of`` gives, for a terminal: control characters are escaped, lines indented."""
-    if spoken["text"] is None:
-        yield f"    ({spoken['no_text']})"
+def lines_of(transcript: Mapping[str, Any]) -> Iterator[str]:
+    """What ``Transcripts.of`` gives, for a terminal: control characters are escaped, lines indented."""
+    if transcript["text"] is None:
+        yield f"    ({transcript['no_text']})"
         return
-    for piece in spoken["text"]:
+    for piece in transcript["text"]:
         reason = f" ({piece['finish_reason']})" if "finish_reason" in piece else ""
         first, *rest = (printable(line) for line in piece["text"].split("\n"))
         yield f"    {piece['of'] + reason + ':':<18}{first}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,22 +104,6 @@ class _Record:
         self.spans = []
 
 
-def _check_answer(result: GenerateResult, budget: int) -> None:
-    """EpisodeError unless the answer is within its budget and every token has a log-prob and a version."""
-    count = len(result.output_ids)
-    if count > budget:
-        raise EpisodeError(f"the server answered {count} tokens where at most {budget} were asked for")
-    if len(result.logprobs) != count:
-        raise EpisodeError(f"the server answered {count} tokens with {len(result.logprobs)} log-probs")
-    if not all(map(math.isfinite, result.logprobs)):
-        position, logprob = next((i, x) for i, x in enumerate(result.logprobs) if not math.isfinite(x))
-        raise EpisodeError(f"the server answered log-prob {logprob} at token {position} of its answer")
-    borders = [0, *(end for _, end, _ in result.spans)]
-    gapless = all(start == border < end for border, (start, end, _) in zip(borders, result.spans, strict=False))
-    if not gapless or borders[-1] != count:
-        raise EpisodeError(f"version spans {[*map(tuple, result.spans)]} do not tile the {count} tokens of the answer")
-
-
 @dataclass
 class _Runner:
     """The state of one ``run_episode`` call."""
@@ -168,7 +152,6 @@ class _Runner:
             left = budget - offset
             request_id = f"{self.request_id}/{turn}.{attempt}"
             result = await self.generate(tuple(record.tokens), self._parameters(left, seed, offset), request_id)
-            _check_answer(result, left)
             record.append(result)
             if result.finish_reason != "abort":
                 reason = result.finish_reason
@@ -206,6 +189,9 @@ class _Runner:
             raise EpisodeError(f"step returned {result!r}, neither an Observation nor an Outcome")
         if isinstance(result, Outcome) and not math.isfinite(result.reward):
             raise EpisodeError(f"step returned reward {result.reward}; give a finite number")
+        for name, value in result.info.items() if isinstance(result, Outcome) else ():
+            if not isinstance(value, int | float | np.number):
+                raise EpisodeError(f"step returned info {name} = {value!r}; give numbers")
         return result
 
     async def _final_outcome(self) -> Outcome:
@@ -215,17 +201,18 @@ class _Runner:
         return result
 
     async def run_and_close(self) -> tuple[_Record, Outcome]:
-        """``run``, then close the episode; a failure to close never hides why ``run`` failed."""
+        """``run``, then close the episode whatever ended it; a failure to close never hides why ``run`` failed."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_exit(self._close_after)
+            return await self.run()
+
+    async def _close_after(self, _: object, error: BaseException | None, __: object) -> None:
         try:
-            result = await self.run()
-        except BaseException as error:  # not handled here: whatever ends an episode, it is closed
-            try:
-                await self._close()
-            except EpisodeError as second:
-                error.add_note(str(second))
-            raise
-        await self._close()
-        return result
+            await self._close()
+        except EpisodeError as second:
+            if error is None:
+                raise
+            error.add_note(str(second))
 
     async def _close(self) -> None:
         with _environment_code("close"):

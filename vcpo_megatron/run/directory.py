@@ -35,7 +35,7 @@ class Manifest(BaseModel):
     """Completion marker of a checkpoint: written last, and atomically, by learner rank 0.
 
     ``files`` holds the size in bytes of every other file of the checkpoint, by its path within, and ``checksums`` its
-    CRC-32; there are none in a checkpoint of an earlier version. The text has a checksum of its own.
+    CRC-32; ``RunDirectory.complete`` fills them in. The text has a checksum of its own.
     ``orchestrator`` is the opaque state that the orchestrator handed over with the request
     (data cursor, staleness counters, store position); it is given back unread on resume.
     """

@@ -1,6 +1,6 @@
 """Whether files are what was written: CRC-32 of files, and of a JSON object, which carries its own.
 
-A size that is right says little: a disk or a copy that goes wrong changes bytes and leaves the size.
+Sizes are not enough: a disk or a copy that goes wrong changes bytes and keeps the size.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def sealed(values: Mapping[str, Any]) -> str:
 
 
 def unsealed(text: str | bytes) -> dict[str, Any]:
-    """Inverse of ``sealed``; ChangedError when the content is another one. A text without a checksum is taken as it is:
-    an earlier version wrote it."""
+    """Inverse of ``sealed``; ChangedError when the content is another one, or has no checksum."""
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ChangedError("no object")
-    crc = values.pop(_KEY, None)
-    if crc is not None and crc != _crc_of(values):
+    if _KEY not in values:
+        raise ChangedError("it has no checksum")
+    if values.pop(_KEY) != _crc_of(values):
         raise ChangedError("its checksum does not match")
     return values
 

@@ -99,6 +99,6 @@ class StopRequest:
         finally:
             await cancel(task, stop)
 
-    def left_for_the_step(self) -> float:
+    def seconds_for_step(self) -> float:
         """Seconds that a step in progress still has after the stop was asked for."""
         return max(0.0, self._made_at + self.grace_s / 2 - time.monotonic())

@@ -5,12 +5,20 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from typing import NamedTuple
 
 import zmq
 import zmq.asyncio
 
 from .frames import decode, encode
 from .messages import FOR_SENDER, ControlError, Heartbeat, Hello, Message
+
+
+class Received(NamedTuple):
+    """A message, and the frames that it came as."""
+
+    message: Message
+    frames: list[bytes]
 
 
 class ControlServer:
@@ -71,7 +79,7 @@ class ControlClient:
         self._sender = sender
         self._heartbeat_s = heartbeat_s
         self._context = zmq.Context()
-        self._inbox: queue.Queue[Message] = queue.Queue()
+        self._inbox: queue.Queue[Received] = queue.Queue()
         self._sender_inbox: queue.Queue[Message] = queue.Queue()
         self._malformed: ControlError | None = None
         self._sending = threading.Lock()
@@ -116,25 +124,29 @@ class ControlClient:
         except ControlError as error:
             self._malformed = error
             message = Heartbeat("control", "a malformed message")  # wakes the main thread
-        (self._sender_inbox if isinstance(message, FOR_SENDER) else self._inbox).put(message)
+        if isinstance(message, FOR_SENDER):
+            self._sender_inbox.put(message)
+        else:
+            self._inbox.put(Received(message, frames))
 
     def send(self, message: Message) -> None:
         frames = encode(message)
         with self._sending:
             self._outbox.send_multipart(frames, copy=False)
 
-    def receive(self, timeout_s: float) -> Message | None:
-        """Next message for the main thread, or None when none came in ``timeout_s`` seconds.
+    def receive(self, timeout_s: float) -> Received | None:
+        """Next message for the main thread with its frames, which may be passed on as they are; None when none came in
+        ``timeout_s`` seconds.
 
         ControlError when it is malformed.
         """
         try:
-            message = self._inbox.get(block=timeout_s > 0, timeout=timeout_s)
+            received = self._inbox.get(block=timeout_s > 0, timeout=timeout_s)
         except queue.Empty:
             return None
         if self._malformed is not None:
             raise self._malformed
-        return message
+        return received
 
     def post_to_sender(self, message: Message) -> None:
         """Give the sender of weights a message of this process."""

@@ -4,14 +4,14 @@ orchestrator (ROUTER, asyncio)                    learner rank 0 (DEALER, blocki
     <-- Hello        once, with the run's token
     <-- Loaded       once, when its parameters are those of that version
     <-- WeightsReady after the start and after every step
-    --> SyncDone     it was heard; what lies on the disk need not be kept in memory any more
+    --> SyncDone     it was received; what lies on the disk need not be kept in memory any more
     --> OpenGroup    <-- GroupOpened    rollout.sync = "distributed": servers and sender meet at an address
     --> SendWeights  <-- WeightsSent    all buckets of a version, in the order of its plan: broadcast, or, with
                                         "tensor", each as <-- WeightsBucket --> BucketTaken
     --> StopSending, ReleaseWeights     <-- SendingFailed
     --> Probe        <-- ProbeResult
-    --> BatchReady   <-- StepDone, or StepLeft
-    --> LeaveStep    asks for StepLeft; StepDone comes all the same when the step is too far
+    --> BatchReady   <-- StepDone, or StepAborted
+    --> AbortStep    asks for StepAborted; StepDone comes all the same when the step is too far
     --> Checkpoint   <-- CheckpointDone
     --> Stop         the learner ends with exit code 0
     <-> Error        the run ends; <-> Heartbeat
@@ -49,7 +49,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class WeightsReady:
-    """All tensors of ``version`` under Hugging Face names can be had by ``way``, one of ``rollout.sync``.
+    """All tensors of ``version`` under Hugging Face names can be had by ``transport``, one of ``rollout.sync``.
 
     plan       "tensor", "distributed": buckets in the order in which they will be sent, each a list of
                [name, dtype, shape]
@@ -59,7 +59,7 @@ class WeightsReady:
     """
 
     version: PolicyVersion
-    way: str
+    transport: str
     plan: list[Any] = field(default_factory=list)
     path: str = ""
     checksums: dict[str, Any] = field(default_factory=dict)
@@ -99,12 +99,12 @@ class SendWeights:
 
 @dataclass(frozen=True)
 class WeightsBucket:
-    """Bucket ``number``, counted from 0, of what SendWeights ``name`` asked for. ``text`` is opaque: what SGLang's
+    """Bucket ``number``, counted from 0, of what SendWeights ``name`` asked for. ``data`` is opaque: what SGLang's
     ``update_weights_from_tensor`` takes as one element of ``serialized_named_tensors`` (base64), forwarded unread."""
 
     name: str
     number: int
-    text: bytes
+    data: bytes
 
 
 @dataclass(frozen=True)
@@ -171,15 +171,15 @@ class StepDone:
 
 
 @dataclass(frozen=True)
-class LeaveStep:
-    """Asks to leave ``step`` without its optimizer step. It may be done already: StepDone is then the answer."""
+class AbortStep:
+    """Asks to abort ``step`` before its optimizer step. It may be done already: StepDone is then the answer."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class StepLeft:
-    """``step`` was left: parameters and optimizer are as before it."""
+class StepAborted:
+    """``step`` was aborted: parameters and optimizer are as before it."""
 
     step: int
 
@@ -228,8 +228,8 @@ Message = (
     | ProbeResult
     | BatchReady
     | StepDone
-    | LeaveStep
-    | StepLeft
+    | AbortStep
+    | StepAborted
     | Checkpoint
     | CheckpointDone
     | Stop

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..conversion.dtypes import torch_dtype
 from ..run.text import one_line
 
 #: Plan of a bucket: [name, dtype as "float32", shape] of each tensor.
@@ -87,16 +88,3 @@ def unflatten(flat: torch.Tensor, entries: Entries) -> list[tuple[str, torch.Ten
         found.append((name, flat[at : at + size].view(kind).reshape(tuple(shape))))
         at += size
     return found
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype called ``name``; ValueError for anything that is not a float's."""
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in kinds:
-        raise ValueError(f"dtype {name!r}: expected one of {', '.join(kinds)}")
-    return kinds[name]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Inverse of ``torch_dtype``."""
-    return str(dtype).removeprefix("torch.")

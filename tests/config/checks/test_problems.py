@@ -329,7 +329,7 @@ def test_transformer_engine_is_refused_by_name(
     expected: list[str],
 ) -> None:
     found = InstalledKernels(transformer_engine=installed)
-    monkeypatch.setattr("vcpo_megatron.config.checks.engine_layers.find_kernels", lambda: found)
+    monkeypatch.setattr("vcpo_megatron.config.checks.transformer_engine.find_kernels", lambda: found)
     lines = problems(make(*changes, ("model.path", make_model(**model))))
     told = [line for line in lines if '= "transformer_engine": ' in line]
     for line, part in zip(told, expected, strict=True):

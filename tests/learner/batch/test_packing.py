@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from vcpo_megatron.learner.batch.packing import (
-    Layout,
-    Row,
+    PackLayout,
+    Sample,
     Share,
     assign_groups,
-    batch_rows,
+    batch_samples,
     make_pack,
     plan_steps,
     split_into_packs,
@@ -29,13 +29,13 @@ def trajectory(tokens: list[int], prompt: int, group: int = 0, sample: int = 0) 
     return Trajectory(group, sample, "p", prompt, np.array(tokens, np.int32), mask, behavior, (turn,), 0.0)
 
 
-def rows_of(*lengths: int) -> list[Row]:
-    return [Row(i, 0, trajectory(list(range(n)), 1, sample=i)) for i, n in enumerate(lengths)]
+def samples_of(*lengths: int) -> list[Sample]:
+    return [Sample(i, 0, trajectory(list(range(n)), 1, sample=i)) for i, n in enumerate(lengths)]
 
 
 def test_a_pack_lays_trajectories_end_to_end_without_their_last_token() -> None:
-    rows = [Row(4, 1, trajectory([5, 6, 7], 1)), Row(5, 1, trajectory([8, 9], 1))]
-    pack = make_pack(rows, Share(multiple=4), torch.device("cpu"))
+    samples = [Sample(4, 1, trajectory([5, 6, 7], 1)), Sample(5, 1, trajectory([8, 9], 1))]
+    pack = make_pack(samples, Share(multiple=4), torch.device("cpu"))
     assert pack.tokens.tolist() == [5, 6, 8, 0]
     assert pack.labels.tolist() == [6, 7, 9, 0]
     assert pack.positions.tolist() == [0, 1, 0, 0]
@@ -50,8 +50,8 @@ def test_tokens_of_the_learners_own_version_are_marked() -> None:
     spans = (VersionSpan(1, 3, PolicyVersion(1, 4)), VersionSpan(3, 5, PolicyVersion(2, 5)))
     mixed = replace(trajectory([5, 6, 7, 8, 9], 1), turns=(Turn(1, 5, "stop", spans),))
     mixed.loss_mask[4] = False
-    rows = [Row(0, 0, mixed), Row(1, 0, trajectory([1, 2], 1))]
-    found = {v: make_pack(rows, Share(), torch.device("cpu"), version=v).current.tolist() for v in (0, 4, 5)}
+    samples = [Sample(0, 0, mixed), Sample(1, 0, trajectory([1, 2], 1))]
+    found = {v: make_pack(samples, Share(), torch.device("cpu"), version=v).current.tolist() for v in (0, 4, 5)}
     # labels 6 7 | 8 (9 is an observation) | 2 of version 0
     assert found[0] == [False, False, False, False, True]
     assert found[4] == [True, True, False, False, False]
@@ -59,8 +59,8 @@ def test_tokens_of_the_learners_own_version_are_marked() -> None:
 
 
 def test_context_ranks_hold_the_first_and_the_last_chunks() -> None:
-    rows = [Row(4, 1, trajectory([5, 6, 7, 8, 9, 10], 1)), Row(5, 1, trajectory([11, 12], 1))]  # costs 5 and 1
-    first, second = (make_pack(rows, Share(rank, 2, 2), torch.device("cpu")) for rank in (0, 1))
+    samples = [Sample(4, 1, trajectory([5, 6, 7, 8, 9, 10], 1)), Sample(5, 1, trajectory([11, 12], 1))]  # costs 5 and 1
+    first, second = (make_pack(samples, Share(rank, 2, 2), torch.device("cpu")) for rank in (0, 1))
     # padded to 8 and 4 tokens, chunks of 2 and 1: rank 0 holds chunks 0 and 3 of each, rank 1 chunks 1 and 2
     assert first.tokens.tolist() == [5, 6, 0, 0, 11, 0]
     assert second.tokens.tolist() == [7, 8, 9, 0, 0, 0]
@@ -75,24 +75,26 @@ def test_context_ranks_hold_the_first_and_the_last_chunks() -> None:
 
 
 def test_what_sequence_parallelism_must_divide_is_a_sequence_of_its_own() -> None:
-    assert Layout.of([8, 4], Share(0, 2, 4)).lengths == (8, 4, 4)  # 16 tokens: 8 a context rank, 4 a tensor rank
-    assert Layout.of([5], Share(multiple=2)).lengths == (5, 1)
-    assert Layout.of([5], Share(), at_least=9).lengths == (5, 4)
-    assert Layout.of([], Share(1, 2, 1)).lengths == (4,)
-    assert Layout.of([], Share()).lengths == (1,)
+    assert PackLayout.of([8, 4], Share(0, 2, 4)).lengths == (8, 4, 4)  # 16 tokens: 8 a context rank, 4 a tensor rank
+    assert PackLayout.of([5], Share(multiple=2)).lengths == (5, 1)
+    assert PackLayout.of([5], Share(), at_least=9).lengths == (5, 4)
+    assert PackLayout.of([], Share(1, 2, 1)).lengths == (4,)
+    assert PackLayout.of([], Share()).lengths == (1,)
 
 
 def test_an_empty_pack_is_padding_alone() -> None:
-    pack = make_pack([], Share(multiple=2), torch.device("cpu"), group=7, step_rows=rows_of(5), offset=1)
+    pack = make_pack([], Share(multiple=2), torch.device("cpu"), group=7, step_samples=samples_of(5), offset=1)
     assert (pack.group, pack.boundaries, pack.segments.tolist(), pack.padded) == (7, (0,), [0, 0], 2)
     assert not bool(pack.mask.any()) and pack.step_index == [0]
 
 
 def test_ranks_that_share_experts_run_equal_numbers_of_steps() -> None:
-    rows = rows_of(31, 11, 11, 6, 51)  # costs 30, 10, 10, 5, 50; 50 + 5 and 30 + 10 + 10
-    steps = plan_steps(rows, 2, 40)
-    assert [[[row.index for row in part] for part in step] for step in steps] == [[[3], [0, 1]], [[4], [2]]]
-    assert [[[row.index for row in part] for part in step] for step in plan_steps(rows_of(3), 2, 40)] == [[[0], []]]
+    samples = samples_of(31, 11, 11, 6, 51)  # costs 30, 10, 10, 5, 50; 50 + 5 and 30 + 10 + 10
+    steps = plan_steps(samples, 2, 40)
+    assert [[[sample.index for sample in part] for part in step] for step in steps] == [[[3], [0, 1]], [[4], [2]]]
+    assert [[[sample.index for sample in part] for part in step] for step in plan_steps(samples_of(3), 2, 40)] == [
+        [[0], []]
+    ]
 
 
 #: layout -> (data-parallel replicas, ranks that share experts, how packs are cut).
@@ -110,36 +112,38 @@ SPLITS = {
 
 @pytest.mark.parametrize("median", [64, 256, 512])
 @pytest.mark.parametrize("split", SPLITS)
-def test_log_normal_lengths_are_packed_and_spread_evenly(split: str, median: int) -> None:
+def test_log_normal_lengths_are_packed_and_divided_evenly(split: str, median: int) -> None:
     """16 groups of 8, 16 to 2,048 tokens, eight draws: less than a tenth of padding, no replica a fifth above the mean.
 
     A replica's time is that of the fullest rank of every micro-step, empty packs included.
     """
-    replicas, spread, share = SPLITS[split]
+    replicas, ranks, share = SPLITS[split]
     for seed in range(8):
         drawn = np.random.default_rng(seed).lognormal(np.log(median), 1.0, (16, 8))
-        groups = [rows_of(*(int(n) + 1 for n in group)) for group in np.clip(drawn, 16, 2048)]
-        costs = [sum(row.cost for row in group) for group in groups]
+        groups = [samples_of(*(int(n) + 1 for n in group)) for group in np.clip(drawn, 16, 2048)]
+        costs = [sum(sample.cost for sample in group) for group in groups]
         total, seen, loads = 0, [], []
         for mine in assign_groups(costs, replicas):
-            steps = [step for g in mine for step in plan_steps(groups[g], spread, 4096)]
-            lengths = [[Layout.of([row.cost for row in part], share).total for part in step] for step in steps]
+            steps = [step for g in mine for step in plan_steps(groups[g], ranks, 4096)]
+            lengths = [
+                [PackLayout.of([sample.cost for sample in part], share).total for part in step] for step in steps
+            ]
             total += sum(map(sum, lengths))
             loads.append(sum(map(max, lengths)))
-            seen += [id(row) for step in steps for part in step for row in part]
-        assert sorted(seen) == sorted(id(row) for group in groups for row in group)
+            seen += [id(sample) for step in steps for part in step for sample in part]
+        assert sorted(seen) == sorted(id(sample) for group in groups for sample in group)
         assert (total - sum(costs)) / total < 0.1, seed
         assert max(loads) < 1.2 * sum(loads) / replicas, seed
 
 
 def test_packs_hold_every_row_once_and_respect_the_bound() -> None:
-    rows = rows_of(31, 11, 11, 6, 51)  # costs 30, 10, 10, 5, 50
-    packs = split_into_packs(rows, 40)
-    assert [[row.index for row in pack] for pack in packs] == [[0, 1], [2, 3], [4]]
-    assert all(sum(row.cost for row in pack) <= 40 or len(pack) == 1 for pack in packs)
+    samples = samples_of(31, 11, 11, 6, 51)  # costs 30, 10, 10, 5, 50
+    packs = split_into_packs(samples, 40)
+    assert [[sample.index for sample in pack] for pack in packs] == [[0, 1], [2, 3], [4]]
+    assert all(sum(sample.cost for sample in pack) <= 40 or len(pack) == 1 for pack in packs)
 
 
-def test_groups_are_spread_by_cost_and_every_rank_finds_the_same_plan() -> None:
+def test_groups_are_divided_by_cost_and_every_rank_finds_the_same_plan() -> None:
     assert assign_groups([9, 1, 5, 5], 2) == [[0, 1], [2, 3]]
     assert assign_groups([4, 4, 4], 2) == [[0, 2], [1]]
     assert assign_groups([3], 2) == [[0], []]
@@ -149,7 +153,7 @@ def test_rows_are_numbered_over_the_batch() -> None:
     groups = tuple(
         Group(g, "p", tuple(trajectory([1, 2], 1, g, s) for s in range(size))) for g, size in ((7, 2), (9, 1))
     )
-    assert [[(row.index, row.group) for row in group] for group in batch_rows(Batch(0, groups))] == [
+    assert [[(sample.index, sample.group) for sample in group] for group in batch_samples(Batch(0, groups))] == [
         [(0, 0), (1, 0)],
         [(2, 1)],
     ]

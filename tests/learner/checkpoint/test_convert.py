@@ -24,10 +24,10 @@ from vcpo_megatron.cli import main as cli
 from vcpo_megatron.conversion.errors import ConversionError
 from vcpo_megatron.conversion.writer import FolderWriter
 from vcpo_megatron.learner.checkpoint import convert
-from vcpo_megatron.learner.checkpoint.convert import Layout, export_hf, import_hf
+from vcpo_megatron.learner.checkpoint.convert import CheckpointLayout, export_hf, import_hf
 from vcpo_megatron.learner.checkpoint.files import CheckpointFiles, CheckpointWriter
 
-from ..families import FAMILIES, make_family, without_checksums
+from ..families import FAMILIES, make_family, resealed
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def imported(folder: Path, out: Path, **options: Any) -> Path:
-    import_hf(folder, out, options.pop("layout", Layout()), vocab_multiple=8, progress=False, **options)
+    import_hf(folder, out, options.pop("layout", CheckpointLayout()), vocab_multiple=8, progress=False, **options)
     return out
 
 
@@ -59,7 +59,7 @@ def same_weights(a: Path, b: Path) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-LAYOUTS = [Layout(*sizes) for sizes in itertools.product((1, 2), repeat=3)]
+LAYOUTS = [CheckpointLayout(*sizes) for sizes in itertools.product((1, 2), repeat=3)]
 CASES = [
     pytest.param(family, layout, id=f"{family}-tp{layout.tensor}-pp{layout.pipeline}-ep{layout.expert}")
     for family in FAMILIES
@@ -69,7 +69,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_there_and_back(folders: dict[str, Path], tmp_path: Path, family: str, layout: Layout) -> None:
+def test_there_and_back(folders: dict[str, Path], tmp_path: Path, family: str, layout: CheckpointLayout) -> None:
     checkpoint = imported(folders[family], tmp_path / "checkpoint", layout=layout)
     export_hf(checkpoint, tmp_path / "back", max_file_bytes=20_000, progress=False)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1  # and an index that a reader follows
@@ -137,7 +137,8 @@ def kill_at_ten(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     write(*arguments)
 CheckpointWriter.write = kill_at_ten
-convert.import_hf(Path({str(source)!r}), Path({str(out)!r}), convert.Layout(), vocab_multiple=8, progress=False)
+layout = convert.CheckpointLayout()
+convert.import_hf(Path({str(source)!r}), Path({str(out)!r}), layout, vocab_multiple=8, progress=False)
 """
     killed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL and not out.exists()
@@ -269,17 +270,17 @@ def test_bfloat16_that_overflows_float16_is_refused(folders: dict[str, Path], tm
 
 
 def test_a_checkpoint_cut_short_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    checkpoint = without_checksums(imported(folders["llama"], tmp_path / "checkpoint"))
+    checkpoint = imported(folders["llama"], tmp_path / "checkpoint")
     file = checkpoint / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ConversionError, match=r"missing or cut short: __0_0\.distcp"):
-        export_hf(checkpoint, tmp_path / "back", progress=False)
+        export_hf(resealed(checkpoint), tmp_path / "back", progress=False)
     file.unlink()
     with pytest.raises(ConversionError, match="missing or cut short"):
-        export_hf(checkpoint, tmp_path / "back", progress=False)
+        export_hf(resealed(checkpoint), tmp_path / "back", progress=False)
     (checkpoint / ".metadata").write_bytes(b"cos\nsystem\n(S'false'\ntR.")  # runs nothing
     with pytest.raises(ConversionError, match="its metadata cannot be read"):
-        export_hf(checkpoint, tmp_path / "back", progress=False)
+        export_hf(resealed(checkpoint), tmp_path / "back", progress=False)
 
 
 def test_layers_for_multi_token_prediction_are_named_and_left_out(

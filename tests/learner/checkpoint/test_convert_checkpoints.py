@@ -11,9 +11,10 @@ import pytest
 
 from vcpo_megatron.config.load import dump_resolved
 from vcpo_megatron.run.directory import Manifest, RunDirectory
+from vcpo_megatron.run.integrity import unsealed
 
 from ..conversions import convert, imported_beside
-from ..families import make_family, without_checksums
+from ..families import make_family
 from ..scenarios import make_config
 
 
@@ -142,13 +143,11 @@ def test_a_damaged_manifest_of_an_import(
     assert f"{checkpoint / 'vcpo_checkpoint.json'} is damaged" in line
 
 
-def test_what_has_no_checksums_is_read_with_a_warning(
+def test_a_manifest_without_a_checksum_is_damaged(
     checkpoint: Path, run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    older = run.checkpoint(9) / "manifest.json"
-    manifest = {key: value for key, value in json.loads(older.read_text()).items() if key not in ("checksums", "crc32")}
-    older.write_text(json.dumps(manifest))
-    for number, source in enumerate((without_checksums(checkpoint), run.checkpoint(9))):
-        assert convert("export", source, tmp_path / str(number), "--quiet") == 0
+    for path in (checkpoint / "vcpo_checkpoint.json", run.checkpoint(9) / "manifest.json"):
+        path.write_text(json.dumps(unsealed(path.read_bytes())))
+        assert convert("export", path.parent, tmp_path / "out", "--quiet") == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"vcpo: warning: {source} was written by an earlier version, without checksums")
+        assert f"{path} is damaged: it has no checksum" in line

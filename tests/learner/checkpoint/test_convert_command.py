@@ -18,11 +18,11 @@ from vcpo_megatron.cli import convert as cli_convert
 from vcpo_megatron.cli import main as cli
 from vcpo_megatron.conversion import partial
 from vcpo_megatron.conversion.verify import FolderTensors
-from vcpo_megatron.learner.checkpoint.convert import Layout, OpenedCheckpoint, import_hf
+from vcpo_megatron.learner.checkpoint.convert import CheckpointLayout, OpenedCheckpoint, import_hf
 from vcpo_megatron.run.directory import Manifest, RunDirectory
 
 from ..conversions import convert, imported_beside
-from ..families import make_family, without_checksums
+from ..families import make_family, resealed
 
 ROOT = Path(__file__).parents[3]
 
@@ -186,10 +186,9 @@ def test_a_checkpoint_whose_configuration_is_nested_without_end(
 ) -> None:
     for name in ("hf/config.json", "metadata.json"):
         shutil.copytree(checkpoint, bad := tmp_path / name.replace("/", "."))
-        without_checksums(bad)
         (bad / name).write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
-        assert convert("export", bad, tmp_path / "out", "--quiet") == 1
-        _, line = capsys.readouterr().err.splitlines()  # after the warning
+        assert convert("export", resealed(bad), tmp_path / "out", "--quiet") == 1
+        (line,) = capsys.readouterr().err.splitlines()
         assert "cannot be read" in line and "recursion" in line
 
 
@@ -279,7 +278,7 @@ def test_equal_values_elsewhere_are_no_permutation(
 def test_the_wider_tolerance_of_both_sides_counts(
     folder: Path, tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import_hf(folder, tmp_path / "half", Layout(), dtype="bfloat16", vocab_multiple=8, progress=False)
+    import_hf(folder, tmp_path / "half", CheckpointLayout(), dtype="bfloat16", vocab_multiple=8, progress=False)
     sides = {str(folder): torch.tensor([-1.0]), str(tmp_path / "half"): torch.tensor([-1.04])}
     monkeypatch.setattr(cli_convert, "_logprobs", lambda name, *_: [sides[name]])
     names = list(sides)[::-1] if swap else list(sides)
@@ -290,7 +289,7 @@ def test_the_wider_tolerance_of_both_sides_counts(
 
 def test_what_each_side_computes_in(folder: Path, tmp_path: Path) -> None:
     """A folder: what it states, or else what it stores. A checkpoint: what it stores, whatever config.json says."""
-    import_hf(folder, tmp_path / "half", Layout(), dtype="float16", vocab_multiple=8, progress=False)
+    import_hf(folder, tmp_path / "half", CheckpointLayout(), dtype="float16", vocab_multiple=8, progress=False)
     assert OpenedCheckpoint(tmp_path / "half").computes_in == torch.float16
     assert OpenedCheckpoint(tmp_path / "half").config["dtype"] == "float32"
     assert FolderTensors(folder).computes_in == torch.float32

@@ -90,7 +90,7 @@ def test_an_interrupted_export_and_verify_are_130(
 def test_a_resumed_import_ends_at_100_percent(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, shown, write = make_family(family, tmp_path / "hf"), list[Any](), CheckpointWriter.write
 
-    class Shown(partial.Progress):
+    class Shown(partial.CopyProgress):
         def end(self) -> None:
             shown.append((self._done, self._total, self.line(1.0)))
 
@@ -99,7 +99,7 @@ def test_a_resumed_import_ends_at_100_percent(tmp_path: Path, family: str, monke
             raise KeyboardInterrupt
         write(self, *arguments)
 
-    monkeypatch.setattr(convert_module, "Progress", Shown)
+    monkeypatch.setattr(convert_module, "CopyProgress", Shown)
     monkeypatch.setattr(convert_module, "SYNC_BYTES", 1)
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "write", interrupted)

@@ -15,7 +15,7 @@ from benchmarks.rollout import engine_server
 from safetensors.torch import load_file, save_file
 
 from vcpo_megatron.conversion.verify import compare_logprobs
-from vcpo_megatron.learner.checkpoint.convert import Layout, import_hf
+from vcpo_megatron.learner.checkpoint.convert import CheckpointLayout, import_hf
 
 from ..families import make_family
 
@@ -43,10 +43,10 @@ def changed(folder: Path, out: Path) -> Path:
 
 @pytest.mark.timeout(900)
 def test_folder_and_checkpoint(folder: Path, tmp_path: Path) -> None:
-    import_hf(folder, tmp_path / "checkpoint", Layout(tensor=2), vocab_multiple=8, progress=False)
+    import_hf(folder, tmp_path / "checkpoint", CheckpointLayout(tensor=2), vocab_multiple=8, progress=False)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"tokens": [(5 * i) % 37 for i in range(300)]}) + "\n")
-    import_hf(folder, tmp_path / "other", Layout(pipeline=2), vocab_multiple=16, progress=False)
+    import_hf(folder, tmp_path / "other", CheckpointLayout(pipeline=2), vocab_multiple=16, progress=False)
     said = {}
     for a, b in ((folder, "checkpoint"), ("checkpoint", folder), ("checkpoint", "other")):
         done = verify(tmp_path / a, tmp_path / b, "--logprobs", "--prompts", prompts)
@@ -60,7 +60,7 @@ def test_folder_and_checkpoint(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", "0.02"), ("bfloat16", "0.05")])
 def test_every_dtype_of_an_import(folder: Path, tmp_path: Path, dtype: str, tolerance: str) -> None:
-    import_hf(folder, tmp_path / "narrow", Layout(), dtype=dtype, vocab_multiple=8, progress=False)
+    import_hf(folder, tmp_path / "narrow", CheckpointLayout(), dtype=dtype, vocab_multiple=8, progress=False)
     done = verify(folder, tmp_path / "narrow", "--cast", "--logprobs")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"(at most {tolerance})" in done.stdout

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vcpo_megatron.learner.gradients import weight_gradients
-from vcpo_megatron.learner.gradients.pack_scores import Coefficients, PackScores, TokenRows, Tokens
+from vcpo_megatron.learner.gradients.pack_scores import Coefficients, PackScores, TokenRows, TokenShards
 from vcpo_megatron.learner.gradients.weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly
 
 LENGTHS = (1, 3, 3, 40, 70, 300, 2)
@@ -16,18 +16,19 @@ R = [0.5, -1.0, 0.0, 2.0, 1.0, -0.25, 3.0]
 Q = [1.0, 2.0, 0.5, 1.0, 1.0, 0.125, 8.0]
 
 
-def scores_of(lengths: tuple[int, ...], padding: int = 0) -> tuple[PackScores, Tokens]:
+def scores_of(lengths: tuple[int, ...], padding: int = 0) -> tuple[PackScores, TokenShards]:
     n = len(lengths)
     ids = torch.repeat_interleave(torch.arange(n + 1), torch.tensor([*lengths, padding]))
-    scores = PackScores(SimpleNamespace(step_rows=range(n), rows=range(n), offset=0, tokens=ids), SimpleNamespace())
+    pack = SimpleNamespace(step_samples=range(n), samples=range(n), offset=0, tokens=ids)
+    scores = PackScores(pack, SimpleNamespace())
     scores.coefficients = Coefficients(torch.tensor(R[:n]).double(), torch.tensor(Q[:n]).double())
-    return scores, Tokens(TokenRows(ids, n, list(lengths)), None)
+    return scores, TokenShards(TokenRows(ids, n, list(lengths)), None)
 
 
 @pytest.mark.parametrize("mode", ["accumulate", "accumulate shared", "deferred", "norms"])
 @pytest.mark.parametrize(("d_in", "d_out"), [(160, 128), (8, 4)])  # all kinds of norms; all explicit but the shortest
 @pytest.mark.parametrize("padding", [0, 5])
-def test_every_way_gives_the_same(
+def test_every_mode_gives_the_same(
     mode: str, d_in: int, d_out: int, padding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_gradients, "GRAM_BLOCK_CPU", 32)
@@ -49,8 +50,8 @@ def test_every_way_gives_the_same(
         scores.coefficients = Coefficients(torch.tensor(r).double(), torch.tensor(Q).double())
         assert scores.coefficients.by_ratio == {-1.25: [0, 2, 4, 6], 0.75: [1, 3, 5]}
         mode = "accumulate"
-    way = {"accumulate": Accumulate(), "deferred": Deferred(), "norms": NormsOnly()}
-    way[mode].matrix(scores, tokens, "w", parameter, inputs, grads)
+    modes = {"accumulate": Accumulate(), "deferred": Deferred(), "norms": NormsOnly()}
+    modes[mode].matrix(scores, tokens, "w", parameter, inputs, grads)
     for apply in scores.kept:
         apply(torch.tensor(R, dtype=torch.float64))
     torch.testing.assert_close(scores.owned, torch.stack([w.square().sum() for w in parts]), rtol=2e-6, atol=0)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vcpo_megatron.learner.megatron.rope import attention_scale, inverse_frequencies
-from vcpo_megatron.models.families import model_shape
+from vcpo_megatron.models.families.registry import model_shape
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "llama-3.1": {

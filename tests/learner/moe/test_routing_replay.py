@@ -12,7 +12,7 @@ import torch
 
 from tests.slow import matrix
 from vcpo_megatron.config.schema import RunConfig
-from vcpo_megatron.learner.batch.packing import Share, batch_rows, make_pack
+from vcpo_megatron.learner.batch.packing import Share, batch_samples, make_pack
 from vcpo_megatron.types import Batch, Group, Trajectory
 
 from ..scenarios import Oracle, make_batch, make_config, make_model_folder, oracle_step, reference
@@ -137,7 +137,7 @@ def test_replaying_the_own_choice_changes_not_a_bit(model: Path, strange_batch: 
 
 def test_a_pack_lays_records_beside_its_tokens(model: Path) -> None:
     batch = make_batch(model)
-    rows = batch_rows(batch)[0][:2]
+    rows = batch_samples(batch)[0][:2]
     recorded = replace(rows[0].trajectory, routed_experts=strange(rows[0].trajectory))
     both = [replace(rows[0], trajectory=recorded), rows[1]]
     pack = make_pack(both, Share(multiple=2), torch.device("cpu"))

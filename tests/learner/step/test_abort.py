@@ -1,4 +1,4 @@
-"""A step that is left in its middle is as if it had never begun, on all ranks and in every layout."""
+"""An aborted step is as if it had never begun, on all ranks and in every layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..world import run_world
 
 DISTRIBUTED = {"optimizer": {"distributed": True, "overlap_grad_reduce": True}}
 LATE = 10_000
-#: name -> (model, parallel sections, other sections, look at which it is asked for, whether it is left then).
+#: name -> (model, parallel sections, other sections, look at which it is requested, whether the step is aborted then).
 #: The first look comes before the first pass (groups without variance), the next one before that pass's micro-batch.
 CASES = {
     "tp2 before a micro-batch": ("qwen2", {"tensor": 2}, {}, 6, True),
@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("names", [DEFAULT, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["default", "others"])
-def test_a_step_that_was_left_changes_nothing(names: tuple[str, ...], models: dict[str, Path]) -> None:
+def test_an_aborted_step_changes_nothing(names: tuple[str, ...], models: dict[str, Path]) -> None:
     """Cases share a world of their own: no two steps of it may have one version."""
     cases, batches = [], [make_batch(models["qwen2"], step) for step in (0, 1)]
     for family, parallel, sections, look, _ in (CASES[name] for name in names):
@@ -59,12 +59,12 @@ def test_a_step_that_was_left_changes_nothing(names: tuple[str, ...], models: di
         2, "learner.run_layouts:leave_and_take_again", {"cases": cases, "batches": batches}, timeout_s=350, alone=True
     )
     for name, outcome in zip(names, outcomes, strict=True):
-        leaves = CASES[name][-1]
-        assert outcome["left"] is leaves, name
-        assert (outcome["moved"] == 0.0) is leaves, name
+        aborts = CASES[name][-1]
+        assert outcome["left"] is aborts, name
+        assert (outcome["moved"] == 0.0) is aborts, name
         whole, again = outcome["whole"], outcome["again"]
         for key, parameter in whole["parameters"].items():
             assert torch.equal(parameter, again["parameters"][key]), (name, key)
-        if leaves:
+        if aborts:
             timeless = {k: repr(v) for k, v in whole["metrics"].items() if not k.startswith("time/")}  # nan is nan
             assert timeless == {k: repr(again["metrics"][k]) for k in timeless}, name

@@ -90,11 +90,11 @@ for _method, _layout in (("m2po", "pp2"), ("p3o", "dp2"), ("p3o", "pp2"), ("gspo
 
 def _oracle(case: Case, model: Path, batch: Batch, config: RunConfig) -> tuple[dict[str, torch.Tensor], Policy]:
     policy = Policy(model, batch)
-    row = config.algorithm.row
-    policy.normalize(row.loss_normalization)
-    if row.needs_norms:
-        sequence = row.is_level == "sequence"
-        policy.opob(row.baseline == "opob_leave_one_out", sequence)
+    preset = config.algorithm.preset
+    policy.normalize(preset.loss_normalization)
+    if preset.needs_norms:
+        sequence = preset.is_level == "sequence"
+        policy.opob(preset.baseline == "opob_leave_one_out", sequence)
         objective = sequence_weighted if sequence else OBJECTIVES["tis_token"][3](policy.samples)
     else:
         baseline, std, rule, form = OBJECTIVES[config.algorithm.method]
@@ -169,20 +169,20 @@ def test_gradient_equals_the_oracle(name: str, models: dict[tuple[str, bool], Pa
     assert_gradients(outcome, expected)
     metrics = outcome["results"][-1].metrics
     total = sum(float((g**2).sum()) for g in expected.values()) ** 0.5
-    if config.algorithm.row.needs_norms:
+    if config.algorithm.preset.needs_norms:
         assert float(outcome["accumulators"]) == (0 if config.algorithm.opob_mode != "accumulate" else 1)
     assert metrics["grad_norm/total"] == pytest.approx(total, rel=1e-5)
     assert metrics["baseline/accumulator_error"] == 0 and metrics["kl/reference"] == 0
-    scale = metrics["ess/ratio"] ** 0.5 if config.algorithm.row.ess_scaling else 1.0
+    scale = metrics["ess/ratio"] ** 0.5 if config.algorithm.preset.ess_scaling else 1.0
     assert metrics["ess/ratio"] == pytest.approx(policy.ess(), rel=1e-5) and metrics["ess/ratio"] < 0.95
     assert metrics["lr/effective"] / config.optimizer.lr == pytest.approx(scale)
 
 
-def test_every_row_is_held_to_an_oracle() -> None:
-    """A method is one row and one entry of ``OBJECTIVES``, or a case of its own where norms make the baseline."""
+def test_every_preset_is_held_to_an_oracle() -> None:
+    """A method is one preset and one entry of ``OBJECTIVES``, or a case of its own where norms make the baseline."""
     for names in (CASES, DEFAULT):  # in the default suite, too
         assert set(METHODS) == {CASES[name].algorithm.get("method", "vcpo") for name in names}
-    assert {name for name, row in METHODS.items() if not row.needs_norms} == set(OBJECTIVES)
+    assert {name for name, preset in METHODS.items() if not preset.needs_norms} == set(OBJECTIVES)
 
 
 def test_right_or_wrong_answers_share_a_product(models: dict[tuple[str, bool], Path]) -> None:

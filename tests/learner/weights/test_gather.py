@@ -1,4 +1,4 @@
-"""What the sender sends, in every way and split of the model, is byte for byte the Hugging Face folder."""
+"""What the sender sends, by every transport and split of the model, is byte for byte the Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LAYOUTS = {
     "ep2": ("qwen3-moe", {"expert": 2}),
     "tp2 ep2": ("qwen3-moe", {"tensor": 2, "expert": 2}),
 }
-WAYS = ("tensor", "disk", "distributed")
+TRANSPORTS = ("tensor", "disk", "distributed")
 BUCKET_BYTES = 8000
-CASES = [(layout, way) for layout in LAYOUTS for way in WAYS]
+CASES = [(layout, transport) for layout in LAYOUTS for transport in TRANSPORTS]
 
 
 @pytest.fixture(scope="module")
@@ -37,39 +37,39 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def outcomes(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
     configs = []
-    for layout, way in CASES:
+    for layout, transport in CASES:
         family, parallel = LAYOUTS[layout]
-        rollout = {"sync": way, "bucket_bytes": BUCKET_BYTES, "verify_sync": True}
+        rollout = {"sync": transport, "bucket_bytes": BUCKET_BYTES, "verify_sync": True}
         configs.append(make_config(folders[family], 2, parallel=parallel, rollout=rollout))
     arguments = {"cases": configs, "run_dir": str(tmp_path_factory.mktemp("runs"))}
     found = dict(zip(CASES, run_world(2, "learner.run_weights:send_each", arguments, timeout_s=500), strict=True))
-    return lambda layout, way: found[layout, way]
+    return lambda layout, transport: found[layout, transport]
 
 
-@pytest.mark.parametrize(("layout", "way"), CASES)
+@pytest.mark.parametrize(("layout", "transport"), CASES)
 def test_bytes_that_arrive_are_those_of_the_folder(
-    layout: str, way: str, outcomes: Callable[[str, str], Any], folders: dict[str, Path]
+    layout: str, transport: str, outcomes: Callable[[str, str], Any], folders: dict[str, Path]
 ) -> None:
     expected = load_file(folders[LAYOUTS[layout][0]] / "model.safetensors")
-    got = outcomes(layout, way)["tensors"]
+    got = outcomes(layout, transport)["tensors"]
     assert sorted(got) == sorted(expected)  # tied: the embedding once; padded rows: none
     assert all(torch.equal(got[name], tensor) and got[name].dtype == tensor.dtype for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(("layout", "way"), CASES)
+@pytest.mark.parametrize(("layout", "transport"), CASES)
 def test_the_sixth_version_is_what_the_parameters_were_then(
-    layout: str, way: str, outcomes: Callable[[str, str], Any], folders: dict[str, Path]
+    layout: str, transport: str, outcomes: Callable[[str, str], Any], folders: dict[str, Path]
 ) -> None:
     """Memory of released versions is used again, and every version is sent as it was when it was published."""
     for name, tensor in load_file(folders[LAYOUTS[layout][0]] / "model.safetensors").items():
         for _ in range(5):
             tensor = tensor + 1.0
-        assert torch.equal(outcomes(layout, way)["last"][name], tensor), name
+        assert torch.equal(outcomes(layout, transport)["last"][name], tensor), name
 
 
-@pytest.mark.parametrize(("layout", "way"), CASES)
+@pytest.mark.parametrize(("layout", "transport"), CASES)
 def test_checksums_are_those_of_the_folders_bytes(
-    layout: str, way: str, outcomes: Callable[[str, str], Any], folders: dict[str, Path]
+    layout: str, transport: str, outcomes: Callable[[str, str], Any], folders: dict[str, Path]
 ) -> None:
     expected = {
         name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
@@ -77,7 +77,7 @@ def test_checksums_are_those_of_the_folders_bytes(
     }
     if "tied" in LAYOUTS[layout][0]:
         expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
-    assert outcomes(layout, way)["checksums"] == expected
+    assert outcomes(layout, transport)["checksums"] == expected
 
 
 def test_the_plan_keeps_to_the_bucket_size(outcomes: Callable[[str, str], Any]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.orchestrator.ledgers import NoStore, now
 from vcpo_megatron.orchestrator.modes.batcher import Batcher
 from vcpo_megatron.orchestrator.modes.staleness import StalenessBound
-from vcpo_megatron.orchestrator.store.store import ResumePlan
-from vcpo_megatron.types import Group, PolicyVersion, Trajectory, Turn, VersionSpan
+from vcpo_megatron.orchestrator.store.ledger import Cursor, GroupLedger
+from vcpo_megatron.orchestrator.store.resume import ResumePlan
+from vcpo_megatron.types import Batch, Group, PolicyVersion, StepResult, Trajectory, Turn, VersionSpan
 
 
 def trajectory(group_id: int, sample: int, *versions: int) -> Trajectory:
@@ -35,100 +37,122 @@ class Clock:
         return self.now
 
 
-def make(k: int, groups: int, size: int = 2, wait_s: float = 10.0, version: int = 0) -> tuple[Batcher, Clock]:
+class Made:
+    """A batcher on a ledger whose writes are durable at once."""
+
+    def __init__(self, ledger: GroupLedger, bound: StalenessBound, size: int, wait_s: float) -> None:
+        self.ledger, self.size = ledger, size
+        self.batcher = Batcher(ledger, bound, wait_s=wait_s)
+        self.poll, self.may_admit, self.describe = self.batcher.poll, self.batcher.may_admit, self.batcher.describe
+
+    def admit(self, group_id: int, loaded: int) -> None:
+        self.ledger.admit(group_id, f"p{group_id}", group_id, self.size, PolicyVersion(1, loaded))
+
+    def add(self, trajectory: Trajectory) -> bool:
+        return now(self.ledger.finish(trajectory)) is not None
+
+    def complete(self, group_id: int, *versions: int) -> None:
+        for sample in range(self.size):
+            assert self.add(trajectory(group_id, sample, *versions))
+
+    def train(self) -> None:
+        batch = self.ledger.in_training
+        assert batch is not None
+        now(self.ledger.train(batch, StepResult(batch.step, PolicyVersion(1, batch.step + 1), "", {}, ())))
+
+    def step(self) -> list[int]:
+        poll = self.poll()
+        assert poll.batch is not None and poll.expired == ()
+        self.train()
+        return [group.group_id for group in poll.batch.groups]
+
+
+def make(k: int, groups: int, size: int = 2, wait_s: float = 10.0, version: int = 0) -> tuple[Made, Clock]:
     clock = Clock()
-    return Batcher(StalenessBound(k, groups), size, wait_s=wait_s, version=version, clock=clock), clock
+    ledger = GroupLedger(NoStore(), Cursor(), version=version, clock=clock)
+    return Made(ledger, StalenessBound(k, groups), size, wait_s), clock
 
 
-def complete(batcher: Batcher, group_id: int, *versions: int, size: int = 2) -> None:
-    for sample in range(size):
-        assert batcher.add(trajectory(group_id, sample, *versions))
-
-
-def step(batcher: Batcher) -> list[int]:
-    poll = batcher.poll()
-    assert poll.batch is not None and poll.expired == ()
-    batcher.step_done()
-    return [group.group_id for group in poll.batch.groups]
+def ages(batch: Batch) -> list[int]:
+    return [batch.step - group.oldest_version for group in batch.groups]
 
 
 def test_a_batch_is_whole_groups_with_members_in_order() -> None:
     batcher, _ = make(0, 2)
     for group_id in (0, 1):
-        batcher.admit(group_id, f"p{group_id}", 0)
+        batcher.admit(group_id, 0)
     for group_id, sample in ((1, 1), (0, 1), (1, 0)):
         batcher.add(trajectory(group_id, sample, 0))
     poll = batcher.poll()
     assert poll.batch is None and poll.waits_for == (0,)
-    assert batcher.missing(0) == (0,)
+    assert batcher.ledger.live[0].missing == (0,)
     batcher.add(trajectory(0, 0, 0))
     batch = batcher.poll().batch
     assert batch is not None and batch.step == 0
     assert [[t.uid for t in group.trajectories] for group in batch.groups] == [["0/0", "0/1"], ["1/0", "1/1"]]
-    assert batcher.staleness(batch) == [0, 0]
+    assert ages(batch) == [0, 0]
     with pytest.raises(RuntimeError, match="being taken"):
         batcher.poll()
-    batcher.step_done()
-    assert batcher.version == 1
+    batcher.train()
+    assert batcher.ledger.version == 1
 
 
 def test_on_policy_admission_opens_with_the_loaded_version_only() -> None:
     batcher, _ = make(0, 2)
     for group_id in (0, 1):
         assert batcher.may_admit(0)
-        batcher.admit(group_id, f"p{group_id}", 0)
-        complete(batcher, group_id, 0)
+        batcher.admit(group_id, 0)
+        batcher.complete(group_id, 0)
     assert not batcher.may_admit(0)
     assert batcher.poll().batch is not None
     assert not batcher.may_admit(0)  # the batch in training still counts
-    batcher.step_done()
+    batcher.train()
     assert not batcher.may_admit(0)  # and so does the step, for a server that has not got the new weights
     assert batcher.may_admit(1)
-    assert batcher.active_groups == 2
+    assert batcher.batcher.active_groups == 2
 
 
 def test_dropped_groups_give_their_place_back() -> None:
     batcher, _ = make(0, 2)
     for group_id in (0, 1):
-        batcher.admit(group_id, f"p{group_id}", 0)
+        batcher.admit(group_id, 0)
     assert not batcher.may_admit(0)
-    assert batcher.remove(0)
+    batcher.ledger.drop(0, "by choice")
     assert batcher.may_admit(0)
-    assert not batcher.remove(0)
     assert not batcher.add(trajectory(0, 0, 0))  # late: it has been counted
-    assert batcher.live_groups() == (1,)
+    assert tuple(batcher.ledger.live) == (1,)
 
 
 def test_what_is_queued_too_long_is_dropped_at_use() -> None:
     """Fake versions: sampled at 0, k = 1; at version 2 it is gone, complete or not, and its place is free."""
     batcher, _ = make(1, 1)
     for group_id in range(4):
-        batcher.admit(group_id, f"p{group_id}", 0)
+        batcher.admit(group_id, 0)
         if group_id != 3:
-            complete(batcher, group_id, 0)
-    assert step(batcher) == [0] and step(batcher) == [1]
+            batcher.complete(group_id, 0)
+    assert batcher.step() == [0] and batcher.step() == [1]
     poll = batcher.poll()
     assert poll.batch is None and set(poll.expired) == {2, 3}
-    assert batcher.active_groups == 2
+    assert batcher.batcher.active_groups == 2
     assert not batcher.add(trajectory(3, 0, 0))
 
 
 def test_the_oldest_segment_counts() -> None:
     """A resumed generation of versions 0, 1, 2 is as old as 0."""
     batcher, _ = make(1, 1, size=1, version=2)
-    batcher.admit(0, "p0", 0)
+    batcher.admit(0, 0)
     batcher.add(trajectory(0, 0, 0, 1, 2))
     assert batcher.poll().expired == (0,)
-    batcher.admit(1, "p1", 0)  # admitted at 0, but no token of it is older than 1
+    batcher.admit(1, 0)  # admitted at 0, but no token of it is older than 1
     batcher.add(trajectory(1, 0, 1, 2))
     batch = batcher.poll().batch
-    assert batch is not None and batcher.staleness(batch) == [1]
+    assert batch is not None and ages(batch) == [1]
 
 
 def test_an_unfinished_group_is_as_old_as_its_oldest_member() -> None:
     """Admitted at 3, but a server that was restarted with version 2 has sampled for it."""
     batcher, _ = make(1, 1, version=4)
-    batcher.admit(0, "p0", 3)
+    batcher.admit(0, 3)
     assert batcher.poll().expired == ()
     batcher.add(trajectory(0, 0, 2))
     assert batcher.poll().expired == (0,)
@@ -136,9 +160,9 @@ def test_an_unfinished_group_is_as_old_as_its_oldest_member() -> None:
 
 def test_waits_for_what_is_due_then_drops_it() -> None:
     batcher, clock = make(1, 1, version=3)
-    batcher.admit(7, "p7", 2)  # due now
-    batcher.admit(8, "p8", 3)
-    complete(batcher, 8, 3)
+    batcher.admit(7, 2)  # due now
+    batcher.admit(8, 3)
+    batcher.complete(8, 3)
     clock.now = 5.0
     poll = batcher.poll()
     assert (poll.batch, poll.waits_for, poll.retry_s) == (None, (7,), 10.0)
@@ -153,14 +177,14 @@ def test_waits_for_what_is_due_then_drops_it() -> None:
 
 def test_the_wait_ends_with_the_group() -> None:
     batcher, clock = make(1, 1, version=3)
-    batcher.admit(7, "p7", 2)
-    batcher.admit(8, "p8", 3)
-    complete(batcher, 8, 3)
+    batcher.admit(7, 2)
+    batcher.admit(8, 3)
+    batcher.complete(8, 3)
     assert batcher.poll().batch is None
     clock.now = 9.0
-    complete(batcher, 7, 2)
-    assert step(batcher) == [7] and step(batcher) == [8]
-    batcher.admit(9, "p9", 4)
+    batcher.complete(7, 2)
+    assert batcher.step() == [7] and batcher.step() == [8]
+    batcher.admit(9, 4)
     clock.now = 15.0  # the wait of step 3, begun at 0, is no wait of step 5
     poll = batcher.poll()
     assert poll.waits_for == (9,) and poll.expired == () and poll.retry_s == 10.0
@@ -169,11 +193,11 @@ def test_the_wait_ends_with_the_group() -> None:
 def test_a_group_admitted_during_the_wait_gets_its_full_time() -> None:
     """Else, with k = 0, what replaces a dropped group would be dropped at once, for ever."""
     batcher, clock = make(0, 1)
-    batcher.admit(0, "p0", 0)
+    batcher.admit(0, 0)
     batcher.poll()
     clock.now = 10.0
     assert batcher.poll().expired == (0,)
-    batcher.admit(1, "p1", 0)
+    batcher.admit(1, 0)
     assert batcher.poll().expired == ()
     clock.now = 19.0
     poll = batcher.poll()
@@ -185,18 +209,18 @@ def test_a_group_admitted_during_the_wait_gets_its_full_time() -> None:
 def test_after_the_wait_it_goes_on_without_what_is_due_later() -> None:
     batcher, clock = make(1, 1, version=3)
     for group_id, loaded in ((0, 3), (1, 3), (2, 4)):
-        batcher.admit(group_id, f"p{group_id}", loaded)
-    complete(batcher, 2, 4)
+        batcher.admit(group_id, loaded)
+    batcher.complete(2, 4)
     poll = batcher.poll()
     assert poll.batch is None and poll.waits_for == (0, 1)  # due by step 4, which has room for one
     clock.now = 10.0
-    assert step(batcher) == [2]
-    assert batcher.live_groups() == (0, 1)
+    assert batcher.step() == [2]
+    assert tuple(batcher.ledger.live) == (0, 1)
 
 
 def test_what_is_not_due_is_not_dropped_for_want_of_groups() -> None:
     batcher, clock = make(2, 2)
-    batcher.admit(0, "p0", 0)
+    batcher.admit(0, 0)
     batcher.poll()
     clock.now = 100.0
     poll = batcher.poll()
@@ -207,20 +231,18 @@ def test_what_is_not_due_is_not_dropped_for_want_of_groups() -> None:
 def test_restored_from_a_plan() -> None:
     group = Group(4, "p4", (trajectory(4, 0, 5), trajectory(4, 1, 6)))
     plan = ResumePlan(6, (group,), {4: 4}, (2, 3), 9, 7)
-    batcher, _ = make(1, 1)
-    batcher.restore(plan)
-    assert (batcher.version, batcher.active_groups) == (6, 7)
+    batcher = Made(GroupLedger.resumed(NoStore(), plan, requeue=[0, 4]), StalenessBound(1, 1), 2, 10.0)
+    assert (batcher.ledger.version, batcher.batcher.active_groups) == (6, 7)
     assert batcher.may_admit(6) and not batcher.may_admit(5)
     batch = batcher.poll().batch
     assert batch is not None and batch.step == 6 and batch.groups == (group,)
-    with pytest.raises(RuntimeError, match="before anything is admitted"):
-        batcher.restore(plan)
+    assert [batcher.ledger.cursor.take() for _ in range(4)] == [(9, 0), (10, 2), (11, 3), (12, 7)]
 
 
 def test_says_who_waits_for_whom() -> None:
     batcher, _ = make(1, 1)
     assert batcher.describe() == "step 0 waits for admissions: 0 of 1 groups are complete"
-    batcher.admit(0, "p0", 0)
+    batcher.admit(0, 0)
     batcher.add(trajectory(0, 1, 0))
     assert batcher.describe() == (
         "step 0 waits for groups 0 (version 0, samples [0] missing): 0 of 1 groups are complete"
@@ -229,17 +251,3 @@ def test_says_who_waits_for_whom() -> None:
     assert "nobody has asked" in batcher.describe()
     batcher.poll()
     assert "being taken by the learner" in batcher.describe()
-
-
-def test_misuse_is_named() -> None:
-    batcher, _ = make(0, 1)
-    batcher.admit(0, "p0", 0)
-    with pytest.raises(ValueError, match="admitted already"):
-        batcher.admit(0, "p0", 0)
-    batcher.add(trajectory(0, 0, 0))
-    with pytest.raises(ValueError, match="0/0 came twice"):
-        batcher.add(trajectory(0, 0, 0))
-    with pytest.raises(ValueError, match=r"its group waits for \[0, 1\]"):
-        batcher.add(trajectory(0, 2, 0))
-    with pytest.raises(RuntimeError, match="no batch is in training"):
-        batcher.step_done()

@@ -13,7 +13,7 @@ from tests.orchestrator.fake_run import FakeClient, FakeEnvironment, FakeRun, co
 from vcpo_megatron.orchestrator.modes.exact import Rounds, sampling_seed
 from vcpo_megatron.rollout.client.http import ServerUnavailable
 from vcpo_megatron.rollout.client.protocol import SamplingParams
-from vcpo_megatron.rollout.fleet.fleet import Changes
+from vcpo_megatron.run.notifier import Notifier
 from vcpo_megatron.run.tasks import RunError, run_beside
 from vcpo_megatron.transport.messages import ControlError
 from vcpo_megatron.types import PolicyVersion
@@ -164,7 +164,7 @@ def test_a_round_that_is_lost_with_a_server_that_is_back_already_is_run_again() 
     async def main() -> None:
         cfg = config(rollout={"max_restarts": 1})
         client = FakeClient()
-        fleet = fake_fleet(cfg, Changes(), [client], Path("/nowhere"))
+        fleet = fake_fleet(cfg, Notifier(), [client], Path("/nowhere"))
         server = fleet.servers[0]
         batch = client.generate_batch
 

@@ -13,10 +13,15 @@ from typing import Any
 import pytest
 
 from tests.orchestrator.fake_run import FakeEnvironment, FakeEpisode, FakeRun, config
+from tests.orchestrator.ledgers import NoStore, now
+from tests.orchestrator.modes.test_batcher import trajectory
 from vcpo_megatron.environments.base import Example, Outcome
 from vcpo_megatron.orchestrator.modes.failures import FailureWindow, PromptFailures
-from vcpo_megatron.orchestrator.store.store import RolloutStore, StoreFullError
+from vcpo_megatron.orchestrator.store.ledger import Cursor, GroupLedger
+from vcpo_megatron.orchestrator.store.schema import StoreFullError
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.run.tasks import RunError
+from vcpo_megatron.types import Group, PolicyVersion
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -91,78 +96,96 @@ def test_a_prompt_stays_set_aside_after_a_resume() -> None:
     prompts = PromptFailures(2, {"a": 2, "b": 1})
     assert prompts.is_set_aside("a") and not prompts.is_set_aside("b")
     assert not prompts.failure("b", ValueError("x")) and prompts.failure("c", ValueError("x"))
-    assert prompts.set_aside == ["a", "b"]
+    assert [prompts.is_set_aside(name) for name in "abc"] == [True, True, False]
 
 
 def test_the_window_counts_failures_among_outcomes() -> None:
     window = FailureWindow(10, 0.5)
-    for group in range(20):  # half of the outcomes: not too many
-        window.success(group)
-        window.failure(ValueError("common"))
+    for _ in range(20):  # half of the outcomes: not too many
+        window.success()
+        window.failure(ValueError("common"), 0)
     with pytest.raises(RunError, match=r"^6 of the last 10 outcomes are failures .*ratio = 0.5.*, 5 of them: common"):
-        window.failure(ValueError("rare"))
+        window.failure(ValueError("rare"), 0)
 
 
-def failing(window: FailureWindow, groups: Iterable[int], says: str = "gone {}") -> int:
-    """How many of ``groups``, which fail in this order, it takes to end the run; all of them: it goes on."""
-    for number, group in enumerate(groups, 1):
-        try:
-            window.failure(ValueError(says.format(group)), group)
-        except RunError as error:
-            assert "groups in a row, in order of admission, have failed" in str(error)
-            return number
-    return 0
+class Groups:
+    """Groups of one trajectory that end one after the other, in a ledger with a window on it."""
 
+    def __init__(self, *groups: int, ratio: float = 0.5) -> None:
+        self.window = FailureWindow(1000, ratio)
+        self.ledger = GroupLedger(NoStore(), Cursor())
+        for group in groups:
+            self.ledger.admit(group, "p", group, 1, PolicyVersion(1, 0))
 
-def admitting(*groups: int, ratio: float = 0.5) -> FailureWindow:
-    window = FailureWindow(1000, ratio)
-    for group in groups:
-        window.admitted(group)
-    return window
+    def success(self, group: int) -> None:
+        self.window.success()
+        live = now(self.ledger.finish(trajectory(group, 0, 0)))
+        assert live.complete
+
+    def failure(self, error: Exception, group: int | None = None) -> None:
+        """``group``: the one that ends with it."""
+        if group is not None:
+            now(self.ledger.fail(group, 0, str(error), requeue=False))
+        self.window.failure(error, self.ledger.failed_in_a_row)
+
+    def failing(self, groups: Iterable[int], says: str = "gone {}") -> int:
+        """How many of ``groups``, which fail in this order, it takes to end the run; 0: it goes on."""
+        for number, group in enumerate(groups, 1):
+            try:
+                self.failure(ValueError(says.format(group)), group)
+            except RunError as error:
+                assert "groups in a row, in order of admission, have failed" in str(error)
+                return number
+        return 0
 
 
 def test_so_many_groups_in_a_row_end_a_run_whatever_the_window_early_and_late() -> None:
-    assert failing(admitting(*range(30)), range(30)) == 20
-    late = admitting(*range(130))
+    assert Groups(*range(30)).failing(range(30)) == 20
+    late = Groups(*range(130))
     for group in range(100):
         late.success(group)
-    assert failing(late, range(100, 130)) == 20
+    assert late.failing(range(100, 130)) == 20
     # 0.9 ^ 132 is the first power below one in a million
-    assert failing(admitting(*range(200), ratio=0.9), range(200)) == 132
-    assert failing(admitting(*range(200), ratio=0.01), range(200)) == 20
-    window = admitting(*range(21))
-    window.success(0)
-    window.failure(ValueError("other"))  # of a group that goes on
+    assert Groups(*range(200), ratio=0.9).failing(range(200)) == 132
+    assert Groups(*range(200), ratio=0.01).failing(range(200)) == 20
+    groups = Groups(*range(21))
+    groups.success(0)
+    groups.failure(ValueError("other"))  # of a group that goes on
     with pytest.raises(RunError) as caught:
         for group in range(1, 21):
-            window.failure(ValueError(f"gone -{group}.5" if group < 20 else "gone -7.5"), group)
+            groups.failure(ValueError(f"gone -{group}.5" if group < 20 else "gone -7.5"), group)
     assert str(caught.value) == (
         "20 groups in a row, in order of admission, have failed, and 21 of the last 22 outcomes are failures "
         "(rollout.max_failure_ratio = 0.5), 20 of them: gone -7.5"
     )
 
 
+def complete(group: int) -> Group:
+    return Group(group, "p", (trajectory(group, 0, 0),))
+
+
 def test_what_counts_is_the_order_of_admission() -> None:
     """Quick failures of other groups come before a slow success: they end nothing."""
-    window = admitting(*range(150))
-    assert failing(window, [*range(100, 119), *range(1, 100)]) == 0  # group 0 has not ended
-    window.success(0)
-    slow = admitting(*range(60))
-    assert failing(slow, [g for g in range(60) if g % 15]) == 0
+    groups = Groups(*range(150))
+    assert groups.failing([*range(100, 119), *range(1, 100)]) == 0  # group 0 has not ended
+    groups.success(0)
+    slow = Groups(*range(60))
+    assert slow.failing([g for g in range(60) if g % 15]) == 0
     for group in (0, 15, 30, 45):
         slow.success(group)
-    assert failing(slow, range(100, 119)) == 0  # never admitted here: of the attempt before
+    now(slow.ledger.admit_whole({group: complete(group) for group in range(100, 119)}))
+    assert slow.failing(range(100, 119)) == 0  # never sampled here: of the attempt before
 
 
 def test_a_group_that_is_dropped_holds_nothing_up() -> None:
-    window = admitting(*range(30))
-    assert failing(window, range(1, 25)) == 0
-    window.dropped(0)
-    assert failing(window, [25]) == 1  # 25 in a row by now
+    groups = Groups(*range(30))
+    assert groups.failing(range(1, 25)) == 0
+    groups.ledger.expire(0)
+    assert groups.failing([25]) == 1  # 25 in a row by now
     for group in (26, 27):
-        window.dropped(group)
-    window.success(28)
-    assert failing(window, [29]) == 0
+        groups.ledger.expire(group)
+    groups.success(28)
+    assert groups.failing([29]) == 0
 
 
 @pytest.mark.parametrize("policy", ["drop", "resample"])

@@ -13,9 +13,10 @@ import pytest
 
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
 from tests.orchestrator.store import test_store
-from vcpo_megatron.orchestrator.modes.partial_rollouts import Answers
-from vcpo_megatron.orchestrator.store.partial import Answer, from_text, to_text
-from vcpo_megatron.orchestrator.store.store import RolloutStore, StoreError
+from vcpo_megatron.orchestrator.modes.partial_rollouts import PartialRollout
+from vcpo_megatron.orchestrator.store.records import Answer, answers_of, answers_row
+from vcpo_megatron.orchestrator.store.schema import StoreError
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.rollout.client.protocol import GenerateResult, SamplingParams, Span
 from vcpo_megatron.types import PolicyVersion
 
@@ -27,15 +28,21 @@ def result(*tokens: int, reason: str = "stop", version: str = "1.0") -> Generate
     return GenerateResult(tokens, tuple(-0.1 * t for t in tokens), (Span(0, len(tokens), version),), reason)
 
 
+def back(*answers: Answer) -> tuple[Answer, ...]:
+    """``answers`` through a row of the store."""
+    columns = ("group_id", "sample_index", "newest_version", "content", "checksum")
+    return answers_of(dict(zip(columns, answers_row(3, 1, answers), strict=True)), "the store")
+
+
 def test_answers_come_back_bit_for_bit() -> None:
     spans = (Span(0, 1, "1.3"), Span(1, 3, "2.4"))
     answers = (Answer(2**32 - 1, GenerateResult((5, 0, 7), (-0.1, -1e-7, -3.3333333333333335), spans, "abort")),)
-    assert from_text(to_text(answers)) == answers
+    assert back(*answers) == answers
     assert answers[0].versions() == [3, 4]
     routed = np.arange(300, 318, dtype=np.uint16).reshape(3, 3, 2)
-    (back,) = from_text(to_text([Answer(1, GenerateResult((5,), (-0.1,), (Span(0, 1, "1.0"),), "stop", routed))]))
-    assert back.result.routed_experts is not None and back.result.routed_experts.dtype == np.uint16
-    np.testing.assert_array_equal(back.result.routed_experts, routed)
+    (found,) = back(Answer(1, GenerateResult((5,), (-0.1,), (Span(0, 1, "1.0"),), "stop", routed)))
+    assert found.result.routed_experts is not None and found.result.routed_experts.dtype == np.uint16
+    np.testing.assert_array_equal(found.result.routed_experts, routed)
 
 
 def test_an_episode_is_led_through_its_answers_and_goes_on() -> None:
@@ -46,17 +53,19 @@ def test_an_episode_is_led_through_its_answers_and_goes_on() -> None:
             asked.append(tuple(ids))
             return result(9)
 
-        first = Answers(server)
+        first = PartialRollout(server)
         assert await first.generate((1, 2), SAMPLING, "a") == result(9)
         for observed in (3, 4):
             asked.clear()
-            again = Answers(server, [*first.given, Answer(0, result(8))])  # the second was given to another prompt
+            again = PartialRollout(
+                server, [*first.answers, Answer(0, result(8))]
+            )  # the second was given to another prompt
             assert await again.generate((1, 2), SAMPLING, "b") == result(9) and asked == []
             assert await again.generate((1, 2, 9, observed), SAMPLING, "b") == result(9)
-            assert asked == [(1, 2, 9, observed)] and len(again.given) == 2
-        shorter = Answers(server, [Answer(first.given[0].prompt, result(1, 2, 3))])
+            assert asked == [(1, 2, 9, observed)] and len(again.answers) == 2
+        shorter = PartialRollout(server, [Answer(first.answers[0].prompt, result(1, 2, 3))])
         await shorter.generate((1, 2), SamplingParams(max_new_tokens=2), "c")  # it has no room for three tokens
-        assert shorter.given[0].result == result(9)
+        assert shorter.answers[0].result == result(9)
 
     asyncio.run(asyncio.wait_for(main(), 10))
 
@@ -137,8 +146,8 @@ def test_a_trajectory_of_several_turns_steps_its_environment_again(tmp_path: Pat
 
     FakeRun(tmp_path, cfg, environment=FakeEnvironment(turns=2), during=stop, setup=setup).run()
     with RolloutStore(tmp_path / "rollouts.sqlite") as store:
-        parked = {(p.group_id, i): a for p in store.resume(0, keep_partial=True).partial for i, a in p.parked.items()}
-    before = {key: answers for key, answers in parked.items() if len(answers) == 2}
+        kept = {(p.group_id, i): a for p in store.resume(0, keep_partial=True).partial for i, a in p.answers.items()}
+    before = {key: answers for key, answers in kept.items() if len(answers) == 2}
     assert len(before) == 8  # first turn complete, the second one cut off
     again = FakeRun(tmp_path, cfg, attempt=2, environment=FakeEnvironment(turns=2))
     assert again.run() == "run ended"
@@ -157,20 +166,21 @@ def test_the_store_forgets_what_is_newer_than_the_checkpoint_or_damaged(tmp_path
     with RolloutStore(path) as store:
         for group in (0, 1):
             store.admit(group, f"p{group}", group, 2, PolicyVersion(1, 0))
-        assert store.park(0, 1, [Answer(1, result(4, reason="abort", version="1.0"))])
-        assert store.park(1, 0, [Answer(1, result(4, version="1.0")), Answer(2, result(5, version="1.1"))])
-        store.finish()
-        assert not store.park(0, 0, [Answer(1, result(4))])
+        assert store.keep_answers(0, 1, [Answer(1, result(4, reason="abort", version="1.0"))])
+        assert store.keep_answers(1, 0, [Answer(1, result(4, version="1.0")), Answer(2, result(5, version="1.1"))])
+        store.end_run()
+        assert not store.keep_answers(0, 0, [Answer(1, result(4))])
         plan = store.resume(0, keep_partial=True)
         expected = [(0, {1: (Answer(1, result(4, reason="abort")),)})]
-        assert [(partial.group_id, dict(partial.parked)) for partial in plan.partial] == expected
+        assert [(partial.group_id, dict(partial.answers)) for partial in plan.partial] == expected
         assert plan.requeue == (1,)
         assert store.resume(0, keep_partial=True).partial == plan.partial  # and after another crash
         assert store.resume(0, keep_partial=False).partial == ()
         store.admit(2, "p0", 0, 1, PolicyVersion(2, 0))
-        store.park(2, 0, [Answer(1, result(4))])
+        store.keep_answers(2, 0, [Answer(1, result(4))])
     with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE parked SET answers = replace(answers, '4', '5')")
+        (content,) = connection.execute("SELECT content FROM partial_rollouts").fetchone()
+        connection.execute("UPDATE partial_rollouts SET content = ?", (test_store.flipped(content, 0.5),))
     with RolloutStore(path) as store, pytest.raises(StoreError, match=r"answers of trajectory 2/0 .* are damaged"):
         store.resume(0, keep_partial=True)
 
@@ -178,31 +188,31 @@ def test_the_store_forgets_what_is_newer_than_the_checkpoint_or_damaged(tmp_path
 def test_what_is_kept_of_a_trajectory_goes_with_its_end(tmp_path: Path) -> None:
     with RolloutStore(tmp_path / "rollouts.sqlite") as store:
 
-        def parked() -> set[tuple[int, int]]:
-            return {tuple(row) for row in store._rows("SELECT group_id, sample_index FROM parked")}
+        def kept() -> set[tuple[int, int]]:
+            return {tuple(row) for row in store._rows("SELECT group_id, sample_index FROM partial_rollouts")}
 
         for group in range(4):
             store.admit(group, f"p{group}", group, 2, PolicyVersion(1, 0))
             for sample in range(2):
-                assert store.park(group, sample, [Answer(1, result(4, reason="abort"))])
+                assert store.keep_answers(group, sample, [Answer(1, result(4, reason="abort"))])
         assert store.add_trajectory(test_store.trajectory(0, 1, PolicyVersion(1, 0)))
-        assert parked() == {(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)}
+        assert kept() == {(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)}
         assert store.replace(1, 0, "no", 2)
-        assert parked() == {(0, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)}
+        assert kept() == {(0, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)}
         assert store.fail(1, 1, "no") and store.drop(2, "expired")
-        assert parked() == {(0, 0), (3, 0), (3, 1)}
-        store.finish()  # a resume takes these up
-        assert parked() == {(0, 0), (3, 0), (3, 1)}
+        assert kept() == {(0, 0), (3, 0), (3, 1)}
+        store.end_run()  # a resume takes these up
+        assert kept() == {(0, 0), (3, 0), (3, 1)}
         store.prune_samples(0)
-        assert parked() == {(0, 0), (3, 0), (3, 1)}
+        assert kept() == {(0, 0), (3, 0), (3, 1)}
         store.prune_samples(1)  # no checkpoint brings them back
-        assert parked() == set()
+        assert kept() == set()
 
 
 def test_a_server_that_does_not_answer_delays_the_stop_by_seconds_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vcpo_megatron.orchestrator.modes.generation.PARK_S", 0.3)
+    monkeypatch.setattr("vcpo_megatron.orchestrator.modes.generation.CUT_OFF_S", 0.3)
 
     async def hangs(self: Any, rid: str | None = None) -> None:
         await asyncio.sleep(60)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,13 @@ import pytest
 
 from tests.orchestrator.fake_run import FakeClient, FakeRun, bucket_texts, config, fake_fleet, weights
 from vcpo_megatron.orchestrator.peers.weight_sync import SyncError, WeightSync
-from vcpo_megatron.rollout.fleet.fleet import Changes, Fleet
-from vcpo_megatron.rollout.fleet.server import Server
+from vcpo_megatron.rollout.fleet.fleet import Fleet
+from vcpo_megatron.run.notifier import Notifier
 from vcpo_megatron.run.tasks import run_beside
-from vcpo_megatron.transport.messages import WeightsReady
+from vcpo_megatron.transport.messages import Message, WeightsReady
 from vcpo_megatron.types import PolicyVersion
-from vcpo_megatron.weight_sync.update import Updater, Wave, blaming
+from vcpo_megatron.weight_sync.orchestrator import Updater
+from vcpo_megatron.weight_sync.wave import Wave, request
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -46,20 +47,23 @@ class RecordingClient(FakeClient):
 
 
 class Direct:
-    """A courier that has the two buckets of ``weights`` at hand, for one server at a time."""
+    """A transport that has the two buckets of ``weights`` at hand, for one server at a time."""
 
     session, together = True, False
 
-    async def prepare(self, servers: Sequence[Server]) -> None:
+    def on_message(self, message: Message) -> None:
         pass
 
-    async def send(self, wave: Wave) -> dict[str, str]:
+    async def prepare(self, wave: Wave[Any]) -> None:
+        pass
+
+    async def transfer(self, wave: Wave[Any]) -> dict[str, str]:
         (server,) = wave.servers
         for text in bucket_texts(wave.weights.version):
-            await blaming(wave, server, server.client.update_weights_from_tensor(text, str(wave.weights.version)))
+            await request(wave, server, server.client.update_weights_from_tensor(text, str(wave.weights.version)))
         return {}
 
-    async def failed(self, reason: str) -> None:
+    async def abort(self, reason: str) -> None:
         pass
 
     async def release(self, weights: WeightsReady) -> None:
@@ -74,7 +78,7 @@ def with_sync(
     work: Callable[[Fleet, WeightSync, list[FakeClient]], Coroutine[Any, Any, None]],
     *,
     servers: int = 1,
-    pinned: tuple[int, ...] = (),
+    held: tuple[int, ...] = (),
     evaluators: int = 1,
     client: type[FakeClient] = FakeClient,
     timeout_s: float = 10.0,
@@ -86,14 +90,14 @@ def with_sync(
     async def main() -> None:
         cfg = config(rollout={"max_restarts": max_restarts})
         clients = [client(i) for i in range(servers)]
-        fleet = fake_fleet(cfg, Changes(), clients, Path("/nowhere"))
+        fleet = fake_fleet(cfg, Notifier(), clients, Path("/nowhere"))
         sync = WeightSync(
             fleet,
             Updater(lambda weights: Direct(), "retract"),
             wave=wave,
             timeout_s=timeout_s,
             evaluators=fleet.servers[:evaluators],
-            is_pinned=lambda number: number in pinned,
+            evaluation_due=lambda number: number in held,
         )
         fleet.launch()
         await run_beside(work(fleet, sync, clients), fleet.supervise(), sync.run())
@@ -224,39 +228,39 @@ def test_updates_of_evaluating_servers_are_deferred_and_made_up_in_full() -> Non
         sync.offer(weights(version(0)))
         await sync.all_loaded(0)
         sync.offer(weights(version(2)))
-        sync.offer(weights(version(3)))  # the pinned one is not forgotten
-        await sync.pinned_loaded(2)
+        sync.offer(weights(version(3)))  # the one held for evaluation is not forgotten
+        await sync.evaluation_loaded(2)
         await fleet.changes.until(lambda: fleet.servers[1].version == version(3) or None, 5)
         sync.offer(weights(version(4)))
         await fleet.changes.until(lambda: fleet.servers[1].version == version(4) or None, 5)
         assert fleet.servers[0].version == version(2) and fleet.servers[0].serving
-        sync.unpin()
+        sync.end_evaluation()
         await sync.all_loaded(4)
         assert clients[0].events == ["start", "loaded 1.0", "loaded 1.2", "loaded 1.4"]
 
-    with_sync(work, servers=2, pinned=(2,))
+    with_sync(work, servers=2, held=(2,))
 
 
-def test_an_evaluating_server_that_dies_comes_back_with_the_pinned_version() -> None:
+def test_an_evaluating_server_that_dies_comes_back_with_the_version_held_for_it() -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
         sync.offer(weights(version(0)))
         sync.offer(weights(version(1)))
-        await sync.pinned_loaded(0)
+        await sync.evaluation_loaded(0)
         clients[0].process.code = -9
         await fleet.changes.until(lambda: fleet.servers[0].starts == 2 or None, 5)
-        await sync.pinned_loaded(0)
+        await sync.evaluation_loaded(0)
         assert fleet.servers[0].version == version(0)
 
-    with_sync(work, pinned=(0,), max_restarts=1)
+    with_sync(work, held=(0,), max_restarts=1)
 
 
-def test_two_pinned_versions_at_a_time_are_an_error() -> None:
+def test_two_versions_held_for_evaluation_at_a_time_are_an_error() -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
         sync.offer(weights(version(0)))
         with pytest.raises(SyncError, match=r"due at version 1.1 while that of 1.0"):
             sync.offer(weights(version(1)))
 
-    with_sync(work, pinned=(0, 1))
+    with_sync(work, held=(0, 1))
 
 
 def test_a_run_whose_server_refuses_weights_ends_with_one_line(tmp_path: Path) -> None:

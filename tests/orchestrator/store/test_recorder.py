@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from vcpo_megatron.orchestrator.store.recorder import Recorder
-from vcpo_megatron.orchestrator.store.store import RolloutStore, StoreError
+from vcpo_megatron.orchestrator.store.schema import StoreError
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 
 pytestmark = pytest.mark.timeout(30)
 

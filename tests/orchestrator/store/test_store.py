@@ -15,18 +15,21 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.orchestrator.ledgers import AtOnce, now
 from vcpo_megatron.orchestrator.modes.batcher import Batcher
 from vcpo_megatron.orchestrator.modes.staleness import StalenessBound
-from vcpo_megatron.orchestrator.store.schema import _copy_consistently
-from vcpo_megatron.orchestrator.store.store import Counts, RolloutStore, StoreError
-from vcpo_megatron.types import PolicyVersion, Trajectory, TrajectoryResult, Turn, VersionSpan
+from vcpo_megatron.orchestrator.store.ledger import GroupLedger
+from vcpo_megatron.orchestrator.store.reader import Counts
+from vcpo_megatron.orchestrator.store.schema import StoreError, _copy_consistently
+from vcpo_megatron.orchestrator.store.store import RolloutStore
+from vcpo_megatron.types import PolicyVersion, StepResult, Trajectory, TrajectoryResult, Turn, VersionSpan
 
 V0 = PolicyVersion(1, 0)
 
@@ -112,10 +115,10 @@ def test_life_of_groups(path: Path) -> None:
         assert store.reasons() == {"dropped: a member failed": 1, "dropped: expired": 2, "failed: tool crashed": 1}
         assert [group.group_id for group in store.groups_trained_at(0)] == [1, 0]  # in training order
         assert store.trained_steps() == [0] and store.groups_trained_at(1) == []
-        found = store.results_at(0)
-        assert [(r.group_id, r.sample_index) for r in found] == [(1, 0), (1, 1), (0, 0), (0, 1)]
-        assert found[0] == results[0]
-        assert found[3].log_ratio == math.inf and math.isnan(found[3].grad_norm)
+        found = list(store.history(step=0))
+        assert [(row["group_id"], row["sample_index"]) for row in found] == [(1, 0), (1, 1), (0, 0), (0, 1)]
+        assert [found[0][name] for name in ("log_ratio", "weight", "grad_norm", "baseline")] == [-2.5, 0.5, 3.0, 0.1]
+        assert found[3]["log_ratio"] == math.inf and found[3]["grad_norm"] is None  # SQLite has no nan
         assert store.state() == {"next_group_id": 4, "next_cursor": 4, "position": 1, "run": run}
         check_invariant(store)
 
@@ -153,7 +156,7 @@ def test_end_of_a_run(path: Path) -> None:
         sample_group(store, 1)
         store.admit(2, "p2", 2, 2, V0)
         store.mark_trained(0, [], [0], [0])
-        store.finish()
+        store.end_run()
         assert store.counts() == Counts(generated=6, trained=2, dropped=4)
         assert store.reasons() == {"dropped: run ended": 4}
 
@@ -172,20 +175,26 @@ def test_everything_comes_back_bit_for_bit(path: Path) -> None:
         assert group.trajectories[0].tokens.flags.writeable  # torch.from_numpy warns about arrays that are not
 
 
+def rewarded(reward: float) -> Trajectory:
+    return replace(trajectory(0, 1, V0), reward=reward)
+
+
 def test_contradictions_are_refused(path: Path) -> None:
     with RolloutStore(path) as store:
         store.admit(0, "p0", 0, 2, V0)
         cases = [
-            (lambda: store.admit(0, "p9", 9, 2, V0), "group 0 was admitted before"),
-            (lambda: store.admit(1, "p0", 0, 2, V0), "data position 0 belongs to group 0, which is admitted"),
-            (lambda: store.admit(1, "p1", 1, 0, V0), "size 0"),
+            (lambda: store.admit(0, "p9", 9, 2, V0), "of group 0 at data position 9 contradicts .*: groups.group_id"),
+            (lambda: store.admit(1, "p0", 0, 2, V0), "group 1 at data position 0 contradicts .*: groups.cursor_index"),
+            (lambda: store.admit(1, "p1", 1, 0, V0), "group 1 at .* contradicts .*a group has at least one trajectory"),
             (lambda: store.drop(5, "x"), "group 5 was never admitted"),
             (lambda: store.fail(0, 2, "x"), "group 0 has no sample 2"),
             (lambda: store.add_trajectory(trajectory(0, 0, V0, prompt_id="other")), "of prompt 'other', not 'p0'"),
-            (lambda: store.add_trajectory(trajectory(0, 0)), "no sampled token"),
+            (lambda: store.add_trajectory(trajectory(0, 0)), "trajectory 0/0 contradicts .*has a sampled token"),
+            (lambda: store.add_trajectory(trajectory(0, 2, V0)), "0/2 came twice, or was never admitted"),
+            (lambda: store.add_trajectory(rewarded(math.nan)), "trajectory 0/1 contradicts .*has a reward"),
+            (lambda: store.add_trajectory(rewarded(-math.inf)), "trajectory 0/1 contradicts .*a reward is finite"),
             (lambda: store.mark_trained(0, [], [0], [0]), "group 0, which is admitted, not complete"),
             (lambda: store.mark_trained(1, [], [], []), "expects step 0"),
-            (lambda: store.mark_trained(0, [], [0, 0], [0, 0]), "some twice"),
             (lambda: store.mark_trained(0, [TrajectoryResult(0, 0, 0, 1, 1, 0)], [], []), "0/0, not in its batch"),
         ]
         for action, message in cases:
@@ -196,10 +205,9 @@ def test_contradictions_are_refused(path: Path) -> None:
         store.add_trajectory(trajectory(0, 0, V0))
         with pytest.raises(StoreError, match="0/0 came twice"):
             store.add_trajectory(trajectory(0, 0, V0))
-        bad = trajectory(0, 1, V0)
-        object.__setattr__(bad, "reward", math.nan)
-        with pytest.raises(StoreError, match="0/1 has reward nan"):
-            store.add_trajectory(bad)
+        store.add_trajectory(trajectory(0, 1, V0))
+        with pytest.raises(StoreError, match="on group 0, which is trained, not complete"):
+            store.mark_trained(0, [], [0, 0], [0, 0])
         check_invariant(store)
 
 
@@ -279,9 +287,9 @@ def test_a_position_that_was_dropped_may_be_admitted_again(path: Path) -> None:
         store.drop(0, "expired")
         store.mark_trained(0, [], [1], [0])
         store.admit(2, "p0", 0, 2, v1)
-        with pytest.raises(StoreError, match="data position 0 belongs to group 2, which is admitted"):
+        with pytest.raises(StoreError, match="group 3 at data position 0 contradicts"):
             store.admit(3, "p0", 0, 2, v1)
-        with pytest.raises(StoreError, match="data position 1 belongs to group 1, which is trained"):
+        with pytest.raises(StoreError, match="group 3 at data position 1 contradicts"):
             store.admit(3, "p1", 1, 2, v1)
         assert store.resume(1).requeue == (0,)
 
@@ -292,7 +300,7 @@ def test_resume_after_an_end_takes_up_what_was_complete(path: Path) -> None:
         sample_group(store, 1)
         store.admit(2, "p2", 2, 2, V0)
         store.mark_trained(0, [], [0], [0])
-        store.finish()
+        store.end_run()
     with RolloutStore(path) as store:
         plan = store.resume(1)
         assert [group.group_id for group in plan.buffer] == [1] and plan.requeue == (2,)
@@ -315,14 +323,6 @@ def test_each_file_has_an_id_of_its_own_for_good(path: Path) -> None:
         with RolloutStore(file) as store:
             ids.append(store.state()["run"])
     assert ids[0] == ids[1] != ids[2] and len(ids[0]) == 32
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("DROP TABLE identity")  # as an earlier version made it
-    with RolloutStore.open_readonly(path) as reader:
-        assert reader.steps_done() == 0
-    for _ in range(2):
-        with RolloutStore(path) as store:
-            ids.append(store.state()["run"])
-    assert ids[3] == ids[4] not in ids[:3]
 
 
 def test_a_store_older_than_the_checkpoint_is_refused(path: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_store_older_than_the_checkpoint_is_refused(path: Path) -> None:
 
 @dataclass
 class _SimulatedRun:
-    """Store and batcher driven by random events, with an account of its own of what each position came to."""
+    """Ledger, store and batcher driven by random events, with an account of its own of what each position came to."""
 
     folder: Path
     rng: random.Random
@@ -346,79 +346,63 @@ class _SimulatedRun:
     size: int = 2
     attempt: int = 1
     trained: dict[int, list[int]] = field(default_factory=dict)  # step -> positions
-    settled: dict[int, int] = field(default_factory=dict)  # position dropped or failed -> steps done then
-    checkpoints: dict[int, dict[str, int]] = field(default_factory=lambda: {0: {"position": 0}})
+    settled: dict[int, int] = field(default_factory=dict)  # position that failed for good -> steps done then
+    checkpoints: dict[int, tuple[dict[str, Any], list[int]]] = field(default_factory=lambda: {0: ({"position": 0}, [])})
     position: dict[int, int] = field(default_factory=dict)  # group -> position
-    requeue: list[int] = field(default_factory=list)
     crashes: int = 0
 
     def start(self, path: Path, resume: int | None) -> None:
         self.path = path
         self.store = RolloutStore(path)
         self.store._connection.execute("PRAGMA synchronous = OFF")  # copied below, so only the order of writes counts
-        self.batcher = Batcher(self.bound, self.size, wait_s=1e9)
-        self.group_id = self.cursor = 0
+        state, waiting = self.checkpoints[resume or 0]
+        plan = self.store.resume(resume or 0, state)
+        self.ledger = GroupLedger.resumed(AtOnce(self.store), plan, requeue=waiting)
+        self.cursor = self.ledger.cursor
+        self.batcher = Batcher(self.ledger, self.bound, wait_s=1e9)
         if resume is None:
             return
-        plan = self.store.resume(resume, self.checkpoints[resume])
-        self.batcher.restore(plan)
-        self.requeue = list(plan.requeue)
-        self.group_id, self.cursor = plan.next_group_id, plan.next_cursor
         self.trained = {step: rows for step, rows in self.trained.items() if step < resume}
         self.settled = {position: done for position, done in self.settled.items() if done < resume}
         self.checkpoints = {step: state for step, state in self.checkpoints.items() if step <= resume}
-        waiting = [self.position[group.group_id] for group in plan.buffer] + self.requeue
+        waiting = [self.position[group.group_id] for group in plan.buffer] + self.cursor.requeue
         known = [position for rows in self.trained.values() for position in rows] + list(self.settled) + waiting
-        assert sorted(known) == list(range(self.cursor)), "a position is lost, or there twice"
+        assert sorted(known) == list(range(self.cursor.next_index)), "a position is lost, or there twice"
         for group in plan.buffer:
             assert group.newest_version <= resume
 
     def admit(self) -> None:
-        loaded = max(0, self.batcher.version - self.rng.randrange(2))
+        loaded = max(0, self.ledger.version - self.rng.randrange(2))
         if not self.batcher.may_admit(loaded):
             return
-        if self.requeue:
-            position = self.requeue.pop(0)
-        else:
-            position, self.cursor = self.cursor, self.cursor + 1
-        version = PolicyVersion(self.attempt, loaded)
-        self.store.admit(self.group_id, f"p{position}", position, self.size, version)
-        self.batcher.admit(self.group_id, f"p{position}", loaded)
-        self.position[self.group_id] = position
-        self.group_id += 1
+        group_id, position = self.cursor.take()
+        self.ledger.admit(group_id, f"p{position}", position, self.size, PolicyVersion(self.attempt, loaded))
+        self.position[group_id] = position
 
     def advance(self) -> None:
-        open_groups = [i for i in self.batcher.live_groups() if self.batcher.missing(i)]
+        open_groups = [group for group in self.ledger.live.values() if group.missing]
         if not open_groups:
             return
-        group_id = self.rng.choice(open_groups)
-        sample = self.rng.choice(self.batcher.missing(group_id))
+        group = self.rng.choice(open_groups)
+        sample = self.rng.choice(group.missing)
         if self.rng.random() < 0.03:
-            assert self.store.fail(group_id, sample, "tool crashed")
-            self.end(group_id)
+            now(self.ledger.fail(group.group_id, sample, "tool crashed", requeue=False))
+            self.settled[group.position] = self.ledger.version
             return
-        now = PolicyVersion(self.attempt, self.batcher.version)
-        done = trajectory(group_id, sample, now, prompt_id=f"p{self.position[group_id]}")
-        assert self.store.add_trajectory(done) and self.batcher.add(done)
-
-    def end(self, group_id: int) -> None:
-        self.batcher.remove(group_id)
-        self.settled[self.position[group_id]] = self.batcher.version
+        newest = PolicyVersion(self.attempt, self.ledger.version)
+        done = trajectory(group.group_id, sample, newest, prompt_id=f"p{group.position}")
+        assert now(self.ledger.finish(done)) is group
 
     def train(self) -> None:
         poll = self.batcher.poll()
-        for group_id in poll.expired:
-            assert self.store.drop(group_id, "expired")
-            self.end(group_id)
         if poll.batch is None:
             return
-        ids = [group.group_id for group in poll.batch.groups]
         skipped = "non-finite step" if self.rng.random() < 0.05 else ""
-        self.store.mark_trained(poll.batch.step, [], ids, self.batcher.staleness(poll.batch), skipped=skipped)
-        self.trained[poll.batch.step] = [self.position[group_id] for group_id in ids]
-        self.batcher.step_done()
+        version = PolicyVersion(self.attempt, poll.batch.step + 1)
+        now(self.ledger.train(poll.batch, StepResult(poll.batch.step, version, skipped, {}, ())))
+        self.trained[poll.batch.step] = [self.position[group.group_id] for group in poll.batch.groups]
         if self.rng.random() < 0.3:
-            self.checkpoints[self.batcher.version] = self.store.state()
+            self.checkpoints[self.ledger.version] = self.store.state(), list(self.cursor.requeue)
 
     def crash(self) -> None:
         """The files as they are on disk, the process gone: nothing is closed or written any more."""
@@ -436,7 +420,7 @@ class _SimulatedRun:
 
     def until(self, steps: int) -> None:
         for _ in range(20_000):
-            if self.batcher.version >= steps:
+            if self.ledger.version >= steps:
                 return
             self.rng.choice([self.admit, self.advance, self.advance, self.advance, self.train])()
             if self.rng.random() < 0.012:
@@ -454,7 +438,7 @@ def test_every_position_is_trained_once_over_random_crashes(tmp_path: Path, seed
     run.start(tmp_path / "run" / "rollouts.sqlite", None)
     run.until(12)
     assert run.crashes > 0
-    run.store.finish()
+    run.store.end_run()
     check_invariant(run.store)
     assert run.store.counts().queued == 0
     for step, positions in run.trained.items():
@@ -463,8 +447,10 @@ def test_every_position_is_trained_once_over_random_crashes(tmp_path: Path, seed
     trained = [position for rows in run.trained.values() for position in rows]
     assert len(set(trained)) == len(trained)
     assert not set(trained) & set(run.settled)
-    first_unfinished = min(set(range(run.cursor)) - set(trained) - set(run.settled), default=run.cursor)
-    assert run.cursor - first_unfinished <= 3 * run.bound.max_in_flight + 3  # none was left behind
+    there = run.cursor.next_index
+    most = 3 * (run.bound.max_staleness + 1) * run.bound.groups_per_step + 3
+    first_unfinished = min(set(range(there)) - set(trained) - set(run.settled), default=there)
+    assert there - first_unfinished <= most  # none was left behind
     run.store.close()
 
 
@@ -500,15 +486,20 @@ def _damage(path: Path, statement: str, *values: object) -> None:
     connection.close()
 
 
+def flipped(blob: bytes, part: float) -> bytes:
+    """``blob`` with one bit changed, ``part`` of the way through it."""
+    at = int(len(blob) * part)
+    return blob[:at] + bytes([blob[at] ^ 8]) + blob[at + 1 :]
+
+
 @pytest.mark.parametrize(
     ("column", "change"),
     [
-        ("tokens", lambda blob: blob[:5] + bytes([blob[5] ^ 1]) + blob[6:]),
-        ("loss_mask", lambda blob: bytes([blob[0] ^ 8]) + blob[1:]),
-        ("behavior_logprobs", lambda blob: blob[:-4]),
-        ("turns", lambda text: text.replace("1.0", "1.1")),
-        ("reward", lambda reward: reward + 1),
+        *(("content", lambda blob, at=at: flipped(blob, at)) for at in (0.1, 0.3, 0.5, 0.7, 0.9)),
+        ("content", lambda blob: blob[:-4]),
         ("prompt_length", lambda length: length - 1),
+        ("length", lambda length: length - 1),
+        ("checksum", lambda checksum: checksum ^ 1),
     ],
 )
 def test_a_changed_bit_is_found(path: Path, column: str, change: object) -> None:
@@ -521,6 +512,19 @@ def test_a_changed_bit_is_found(path: Path, column: str, change: object) -> None
     with RolloutStore(path) as store, pytest.raises(StoreError, match="trajectory 0/1 in .* is damaged") as caught:
         store.complete_groups()
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_contents_that_changed_places_are_found(path: Path) -> None:
+    with RolloutStore(path) as store:
+        sample_group(store, 0)
+    other = "SELECT {0} FROM samples WHERE group_id = 0 AND sample_index = 0"
+    _damage(
+        path,
+        f"UPDATE samples SET content = ({other.format('content')}), checksum = ({other.format('checksum')}) "
+        "WHERE sample_index = 1",
+    )
+    with RolloutStore(path) as store, pytest.raises(StoreError, match="trajectory 0/1 in .* is damaged"):
+        store.complete_groups()
 
 
 def test_a_lost_member_is_found(path: Path) -> None:
@@ -558,7 +562,8 @@ def test_a_reader_that_stays_is_named(path: Path, monkeypatch: pytest.MonkeyPatc
 
 _IN_ANOTHER_PROCESS = (
     "import sys; from pathlib import Path\n"
-    "from vcpo_megatron.orchestrator.store.store import RolloutStore, StoreError\n"
+    "from vcpo_megatron.orchestrator.store.schema import StoreError\n"
+    "from vcpo_megatron.orchestrator.store.store import RolloutStore\n"
     "path = Path(sys.argv[1])\n"
 )
 
@@ -644,13 +649,15 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
     text.write_text("no database at all\n" * 100)
     foreign = tmp_path / "foreign"
     _damage(foreign, "CREATE TABLE t (x)")
-    newer = tmp_path / "newer"
-    RolloutStore(newer).close()
-    _damage(newer, "PRAGMA user_version = 99")
+    newer, older = tmp_path / "newer", tmp_path / "older"
+    for version, file in ((99, newer), (2, older)):
+        RolloutStore(file).close()
+        _damage(file, f"PRAGMA user_version = {version}")
     for path, message in (
         (text, "text is not a rollout store"),
         (foreign, "foreign is an SQLite file of another program"),
-        (newer, "newer has format 99, this version reads format 2"),
+        (newer, "newer has format 99, this version reads format 3; use the version .*, or start a new run"),
+        (older, "older has format 2, this version reads format 3; use the version .*, or start a new run"),
     ):
         before = path.read_bytes()
         for opener in (RolloutStore, RolloutStore.open_readonly):
@@ -658,7 +665,7 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
                 opener(path)
             assert "\n" not in str(caught.value)
         assert path.read_bytes() == before
-        assert sorted(file.name for file in tmp_path.iterdir()) == ["foreign", "newer", "text"]
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["foreign", "newer", "older", "text"]
     with pytest.raises(StoreError, match="cannot be opened"):
         RolloutStore(tmp_path / "no" / "folder")
     with pytest.raises(StoreError, match="no rollout store at"):
@@ -803,6 +810,9 @@ def test_routed_experts_are_kept_until_no_checkpoint_brings_their_group_back(pat
 def test_a_changed_expert_is_found(path: Path) -> None:
     with RolloutStore(path) as store:
         routed_group(store, 0)
-    _damage(path, "UPDATE routing SET top_k = 2, layers = 3 WHERE sample_index = 1")
+    connection = sqlite3.connect(path)
+    (content,) = connection.execute("SELECT content FROM routing WHERE sample_index = 1").fetchone()
+    connection.close()
+    _damage(path, "UPDATE routing SET content = ? WHERE sample_index = 1", flipped(content, 0.9))
     with RolloutStore(path) as store, pytest.raises(StoreError, match="routed experts of trajectory 0/1 in .* damaged"):
         store.complete_groups()

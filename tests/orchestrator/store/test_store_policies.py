@@ -16,7 +16,8 @@ from tests.orchestrator.fake_run import FakeRun, config
 from tests.orchestrator.store.test_store import V0, check_invariant, sample_group, trajectory
 from vcpo_megatron.cli import main as cli
 from vcpo_megatron.config.load import dump_resolved
-from vcpo_megatron.orchestrator.store.store import RolloutStore, StoreError, StoreFullError
+from vcpo_megatron.orchestrator.store.schema import StoreError, StoreFullError
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.transport.messages import ControlError
 from vcpo_megatron.types import PolicyVersion, Trajectory, TrajectoryResult, Turn, VersionSpan
 
@@ -102,7 +103,7 @@ def test_groups_in_flight_go_on_with_what_they_have(path: Path) -> None:
         store.add_trajectory(trajectory(4, 1, V0))
         store.replace(1, 1, "tool crashed", 3)
         store.drop(4, "expired")
-        store.finish()
+        store.end_run()
         plan = store.resume(0, keep_partial=True)
         check_invariant(store)
         (partial,) = plan.partial
@@ -289,7 +290,7 @@ def test_the_text_of_trajectories(path: Path, capsys: pytest.CaptureFixture[str]
     assert (third["text"], third["no_text"]) == (None, "no tokens are stored: it was not sampled to its end")
     path.with_name("tokenizer.json").unlink()
     code, lines = report(capsys, path, "--text")
-    assert code == 1 and len(lines) == 1 and "tokenizer.json cannot be read" in lines[0]
+    assert code == 1 and len(lines) == 1 and "tokenizer.json: no such file" in lines[0]
 
 
 def test_a_limit_on_file_sizes_is_a_full_disk_and_loses_nothing(

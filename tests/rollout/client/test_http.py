@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import resource
 import socket
 import tracemalloc
 from collections.abc import Awaitable, Callable
@@ -14,9 +16,9 @@ from aiohttp import web
 from tests.rollout.canned import Handler, run_against
 from vcpo_megatron.rollout.client import http as client_module
 from vcpo_megatron.rollout.client import protocol
-from vcpo_megatron.rollout.client.http import ServerClient, ServerError, ServerUnavailable
+from vcpo_megatron.rollout.client.http import ServerClient, ServerError, ServerUnavailable, allow_connections
 from vcpo_megatron.rollout.client.protocol import ProtocolError, SamplingParams
-from vcpo_megatron.rollout.client.server_info import ServerInfo, UnsupportedServer
+from vcpo_megatron.rollout.client.replies import ServerInfo, UnsupportedServer
 
 ANSWER = {
     "output_ids": [1],
@@ -385,3 +387,28 @@ def test_a_bucket_goes_out_uncopied_and_whole() -> None:
     rest = len(b"".join(protocol.update_weights_from_tensor_body(b"QQ==", "2.7"))) - 4
     assert seen[1:] == [(None, len(bucket) + rest, len(bucket) + rest)] * 4
     assert peak < len(bucket)
+
+
+UNLIMITED = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised", "refused"),
+    [
+        ((1024, 20000), (10256, 20000), None),
+        ((20000, 20000), None, None),
+        ((1024, UNLIMITED), (10256, UNLIMITED), None),
+        ((UNLIMITED, UNLIMITED), None, None),
+        ((1024, 4096), (4096, 4096), "10000 requests in flight need 10256 open files, the hard limit .* is 4096"),
+    ],
+)
+def test_the_soft_limit_is_raised_as_far_as_the_hard_one_allows(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], raised: tuple[int, int] | None, refused: str | None
+) -> None:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, new: seen.append(new))
+    found = allow_connections(10_000)
+    assert seen == ([raised] if raised else [])
+    assert (found is None) == (refused is None)
+    assert re.search(refused or "", found or "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from typing import Any
 
 import pytest
@@ -241,7 +242,13 @@ def span(*pairs: tuple[int, int]) -> list[dict[str, Any]]:
         (changed("meta_info.output_token_logprobs", REPLY["meta_info"]["output_token_logprobs"][:2]), "2 entries"),
         (changed("meta_info.output_token_logprobs", [[None, 7], [-1, 8], [0, 9]]), "None"),
         (changed("meta_info.output_token_logprobs", [[float("nan"), 7], [-1, 8], [0, 9]]), "nan"),
+        (changed("meta_info.output_token_logprobs", [[-math.inf, 7], [-1.0, 8], [0.0, 9]]), "-inf"),
+        (changed("meta_info.output_token_logprobs", [[-1e39, 7], [-1.0, 8], [0.0, 9]]), "-1e[+]39"),  # no float32
+        (changed("meta_info.output_token_logprobs", [[-0.5, 7], [-1.0, 8], [0.0, 9], [0.0, 9]]), "4 entries"),
         (changed("meta_info.weight_versions", ...), "weight_versions"),
+        (changed("meta_info.weight_versions", []), "tile"),
+        (changed("meta_info.weight_versions", span((0, 4))), "tile"),
+        (changed("meta_info.weight_versions", span((1, 3))), "tile"),
         (changed("meta_info.weight_versions", span((0, 2))), "tile"),
         (changed("meta_info.weight_versions", span((0, 2), (1, 3))), "tile"),
         (changed("meta_info.weight_versions", span((0, 0), (0, 3))), "tile"),
@@ -251,6 +258,12 @@ def span(*pairs: tuple[int, int]) -> list[dict[str, Any]]:
 def test_a_reply_that_lacks_something_is_refused(reply: Any, named: str) -> None:
     with pytest.raises(ProtocolError, match=named):
         replies.parse_generate(reply, 10)
+
+
+def test_more_tokens_than_were_asked_for_are_refused() -> None:
+    assert replies.parse_generate(REPLY, 10, SamplingParams(max_new_tokens=3)).output_ids == (7, 8, 9)
+    with pytest.raises(ProtocolError, match="3 tokens where at most max_new_tokens = 2 were asked for"):
+        replies.parse_generate(REPLY, 10, SamplingParams(max_new_tokens=2))
 
 
 def test_batch_replies_are_counted() -> None:

@@ -22,15 +22,15 @@ from vcpo_megatron.environments.base import Observation, Outcome
 from vcpo_megatron.rollout.agent_loop import run_episode
 from vcpo_megatron.rollout.client.http import ServerClient
 from vcpo_megatron.rollout.client.protocol import GenerateResult, ProtocolError, SamplingParams, Span
+from vcpo_megatron.rollout.client.replies import UnsupportedServer
 from vcpo_megatron.rollout.client.routed_experts import RoutingShape, encode
-from vcpo_megatron.rollout.client.server_info import UnsupportedServer
 from vcpo_megatron.rollout.embedded import model as packed_model
 from vcpo_megatron.rollout.embedded.errors import ModelError
-from vcpo_megatron.rollout.embedded.generation import Generation
 from vcpo_megatron.rollout.embedded.loading import load_model
 from vcpo_megatron.rollout.embedded.runner import Runner
+from vcpo_megatron.rollout.embedded.sequence import SequenceState
 from vcpo_megatron.rollout.embedded.weights import Parameters, named_tensors
-from vcpo_megatron.weight_sync.stream_checksums import Checksums
+from vcpo_megatron.weight_sync.expected_checksums import ExpectedChecksums
 
 pytestmark = pytest.mark.timeout(600)
 SHAPE = RoutingShape(layers=2, top_k=2, experts=4)
@@ -99,7 +99,7 @@ def test_an_engine_answers_the_checksums_of_the_experts_that_it_was_sent(
     async def scenario(version: str, scale: float) -> tuple[dict[str, str], dict[str, str]]:
         names = family.outline(shape, torch.float32)
         stream = {name: held[name] * (scale if name == changed else 1.0) for name in names}
-        expected = Checksums("sglang" if "sglang" in str(server.log) else "embedded", shape)
+        expected = ExpectedChecksums("sglang" if "sglang" in str(server.log) else "embedded", shape)
         for name, tensor in stream.items():
             expected.add(name, tensor)
         client = ServerClient(server.url, SIZES["vocab_size"], 200.0)
@@ -128,14 +128,14 @@ def test_the_embedded_engine_serves_mixtures_of_experts(
     runner = Runner(packed_model.build(model, 64, routed_experts=True), 8, 64, deterministic)
     prompts = [*PROMPTS, PROMPTS[0]]
     sequences = [
-        Generation(str(i), tuple(prompt), SamplingParams(12 + i, 1.0), frozenset(), i, None, True)
+        SequenceState(str(i), tuple(prompt), SamplingParams(12 + i, 1.0), frozenset(), i, None, True)
         for i, prompt in enumerate(prompts)
     ]
     runner.step(sequences[:1])
     runner.step(sequences[1:])
     runner.step([])
     runner.step(runner.release())
-    done: list[Generation] = []
+    done: list[SequenceState] = []
     for _ in range(40):
         done += runner.remove_done()
         if runner.running:

@@ -16,10 +16,10 @@ import torch
 from vcpo_megatron.rollout.client.protocol import SamplingParams, Span
 from vcpo_megatron.rollout.embedded import model as packed_model
 from vcpo_megatron.rollout.embedded.errors import ModelError, RequestError
-from vcpo_megatron.rollout.embedded.generation import Generation
 from vcpo_megatron.rollout.embedded.runner import Runner
 from vcpo_megatron.rollout.embedded.sampling import sample, splitmix64, uniforms
 from vcpo_megatron.rollout.embedded.scheduler import Scheduler
+from vcpo_megatron.rollout.embedded.sequence import SequenceState
 from vcpo_megatron.rollout.embedded.weights import Parameters, UpdateSession, decode_bucket
 
 VOCABULARY = 97
@@ -135,11 +135,11 @@ def model(versions: Any) -> packed_model.PackedModel:
     return packed_model.build(loaded, CONTEXT)
 
 
-def request(index: int, prompt: Any, new: int, temperature: float = 1.0, score: int | None = None) -> Generation:
-    return Generation(str(index), tuple(prompt), SamplingParams(new, temperature), frozenset(), 1000 + index, score)
+def request(index: int, prompt: Any, new: int, temperature: float = 1.0, score: int | None = None) -> SequenceState:
+    return SequenceState(str(index), tuple(prompt), SamplingParams(new, temperature), frozenset(), 1000 + index, score)
 
 
-def random_requests(count: int) -> list[Generation]:
+def random_requests(count: int) -> list[SequenceState]:
     draw = random.Random(0)
     made = []
     for index in range(count):
@@ -148,10 +148,10 @@ def random_requests(count: int) -> list[Generation]:
     return made
 
 
-def run(runner: Runner, waiting: list[Generation], seed: int = 1) -> list[Generation]:
+def run(runner: Runner, waiting: list[SequenceState], seed: int = 1) -> list[SequenceState]:
     """All of ``waiting``, admitted a few at a time."""
     draw = random.Random(seed)
-    ended: list[Generation] = []
+    ended: list[SequenceState] = []
     while waiting or runner.running:
         room = min(draw.randint(0, 5), runner.max_rows - len(runner.running), len(waiting))
         if not room and not runner.running:
@@ -198,7 +198,7 @@ def test_bfloat16_is_the_rounded_model_to_its_rounding() -> None:
 
 
 def test_deterministic_mode_gives_the_same_bits_in_any_batch(model: Any) -> None:
-    def results(ended: list[Generation]) -> dict[str, Any]:
+    def results(ended: list[SequenceState]) -> dict[str, Any]:
         return {generation.rid: (generation.output_ids, generation.logprobs) for generation in ended}
 
     first = results(run(Runner(model, 12, CONTEXT, True), random_requests(20), seed=1))

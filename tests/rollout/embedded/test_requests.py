@@ -12,27 +12,27 @@ import pytest
 from vcpo_megatron.rollout.client.protocol import SamplingParams
 from vcpo_megatron.rollout.embedded.engine import Engine, _Request
 from vcpo_megatron.rollout.embedded.errors import ModelError, RequestError
-from vcpo_megatron.rollout.embedded.generation import Generation
 from vcpo_megatron.rollout.embedded.loading import stop_tokens
 from vcpo_megatron.rollout.embedded.requests import MAX_SEQUENCES, RequestParser
 from vcpo_megatron.rollout.embedded.scheduler import Scheduler
+from vcpo_megatron.rollout.embedded.sequence import SequenceState
 
 
 class IdleRunner:
     """Two sequences run, the others wait."""
 
     def __init__(self) -> None:
-        self.running: list[Generation] = []
+        self.running: list[SequenceState] = []
 
-    def remove_done(self) -> list[Generation]:
+    def remove_done(self) -> list[SequenceState]:
         done = [sequence for sequence in self.running if sequence.finish]
         self.running = [sequence for sequence in self.running if not sequence.finish]
         return done
 
 
-def sequences(prefix: str, count: int) -> list[Generation]:
+def sequences(prefix: str, count: int) -> list[SequenceState]:
     params = SamplingParams(max_new_tokens=4)
-    return [Generation(f"{prefix}{index}", (1,), params, frozenset(), index) for index in range(count)]
+    return [SequenceState(f"{prefix}{index}", (1,), params, frozenset(), index) for index in range(count)]
 
 
 def test_abort_ends_those_named_and_keeps_the_order_of_the_others() -> None:

@@ -16,9 +16,10 @@ import pytest
 from tests.orchestrator.fake_run import FakeClient, FakeProcess, config, fake_fleet
 from vcpo_megatron.rollout.client.http import ServerClient, ServerError, ServerUnavailable
 from vcpo_megatron.rollout.client.protocol import SamplingParams
-from vcpo_megatron.rollout.client.server_info import UnsupportedServer
-from vcpo_megatron.rollout.fleet.fleet import Changes, Fleet, FleetError, FleetOptions
+from vcpo_megatron.rollout.client.replies import UnsupportedServer
+from vcpo_megatron.rollout.fleet.fleet import Fleet, FleetError, FleetOptions
 from vcpo_megatron.rollout.fleet.server import Server, ServerState
+from vcpo_megatron.run.notifier import Notifier
 from vcpo_megatron.run.tasks import run_beside
 from vcpo_megatron.transport.child import start_child, stop_child
 from vcpo_megatron.types import PolicyVersion
@@ -34,7 +35,7 @@ def with_fleet(work: Work, *, servers: int = 2, capacity: int = 4, max_restarts:
     async def main() -> None:
         cfg = config(rollout={"max_running_requests": capacity, "max_restarts": max_restarts})
         clients = [FakeClient(i) for i in range(servers)]
-        fleet = fake_fleet(cfg, Changes(), clients, Path("/nowhere"))
+        fleet = fake_fleet(cfg, Notifier(), clients, Path("/nowhere"))
 
         async def ready() -> None:
             await fleet.answering()
@@ -255,7 +256,7 @@ def watched(work: Work, *, joined: bool = False, max_restarts: int = 0) -> None:
             return -9
 
         options = FleetOptions(4, max_restarts, 1.0, 2.0, health_interval_s=0.1, health_timeout_s=0.2)
-        fleet = Fleet([server], options, launch=launch, stop=stop, changes=Changes())  # type: ignore[arg-type]
+        fleet = Fleet([server], options, launch=launch, stop=stop, changes=Notifier())  # type: ignore[arg-type]
 
         async def ready() -> None:
             await fleet.answering()
@@ -402,7 +403,7 @@ def test_a_joined_server_that_never_answers_ends_the_run_before_it_begins() -> N
     async def main() -> None:
         options = FleetOptions(4, 0, 0.3, 1.0)
         fleet = Fleet(
-            [server, there], options, launch=lambda index: FakeProcess(), stop=lambda process: 0, changes=Changes()
+            [server, there], options, launch=lambda index: FakeProcess(), stop=lambda process: 0, changes=Notifier()
         )
         fleet.launch()
         await run_beside(fleet.answering(), fleet.supervise())
@@ -429,7 +430,7 @@ def test_a_server_that_cannot_what_training_needs_ends_the_run() -> None:
 
         clients[0].check_capabilities = lacks  # type: ignore[method-assign]
         fleet.missed(fleet.servers[0])
-        fleet.check(fleet.servers[0], fleet.servers[0].life)
+        fleet.check(fleet.servers[0], fleet.servers[0].incarnation)
         await fleet.replace(fleet.servers[0])
         await asyncio.sleep(8)
 
@@ -456,7 +457,7 @@ def real_fleet(tmp_path: Path, program: str, *, start_timeout_s: float, max_rest
     return Fleet(
         [server],
         FleetOptions(4, max_restarts, start_timeout_s, 1.0),
-        changes=Changes(),
+        changes=Notifier(),
         launch=lambda index: start_child([sys.executable, "-c", program], env={}, log=log),
         stop=lambda process: stop_child(process, grace_s=2.0),  # type: ignore[arg-type]
     )
@@ -531,7 +532,7 @@ def test_a_server_that_accepts_and_hangs_is_bound_by_the_deadline_of_its_start(t
 def test_a_server_that_hangs_does_not_hide_the_death_of_another() -> None:
     async def main() -> None:
         clients = [FakeClient(index) for index in range(2)]
-        fleet = fake_fleet(config(), Changes(), clients, Path("/nowhere"))
+        fleet = fake_fleet(config(), Notifier(), clients, Path("/nowhere"))
 
         async def hang() -> bool:
             await asyncio.sleep(60)
@@ -548,7 +549,7 @@ def test_a_server_that_hangs_does_not_hide_the_death_of_another() -> None:
 
 def test_changes_wake_every_waiter_and_time_out() -> None:
     async def main() -> None:
-        changes = Changes()
+        changes = Notifier()
         box: list[int] = []
         waiters = [asyncio.ensure_future(changes.until(lambda: box[0] if box else None, 5)) for _ in range(3)]
         await asyncio.sleep(0)

@@ -17,9 +17,10 @@ from tests.ports import HeldPort
 from tests.rollout.conftest import ROOT, VOCABULARY, Versions
 from vcpo_megatron.rollout.client.http import ServerClient, ServerError
 from vcpo_megatron.rollout.client.protocol import GenerateResult, SamplingParams
-from vcpo_megatron.rollout.fleet.fleet import Changes, Fleet, FleetOptions
+from vcpo_megatron.rollout.fleet.fleet import Fleet, FleetOptions
 from vcpo_megatron.rollout.fleet.lease import Lease
 from vcpo_megatron.rollout.fleet.server import Server
+from vcpo_megatron.run.notifier import Notifier
 from vcpo_megatron.run.tasks import run_beside
 from vcpo_megatron.transport.child import start_child, stop_child
 from vcpo_megatron.types import PolicyVersion
@@ -74,7 +75,7 @@ def under_fire(versions: Versions, tmp_path_factory: pytest.TempPathFactory) -> 
                 servers,
                 options,
                 launch=launch,
-                changes=Changes(),
+                changes=Notifier(),
                 stop=lambda process: stop_child(process, grace_s=1.0),  # type: ignore[arg-type]
             )
 

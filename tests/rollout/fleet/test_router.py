@@ -17,10 +17,11 @@ from tests.rollout.canned import Handler, run_against
 from tests.rollout.client.test_http import ANSWER
 from vcpo_megatron.rollout.client.http import ServerError, ServerUnavailable
 from vcpo_megatron.rollout.client.protocol import GenerateResult, SamplingParams
-from vcpo_megatron.rollout.client.server_info import UnsupportedServer
-from vcpo_megatron.rollout.fleet.fleet import Changes, Fleet, FleetError, FleetOptions
+from vcpo_megatron.rollout.client.replies import UnsupportedServer
+from vcpo_megatron.rollout.fleet.fleet import Fleet, FleetError, FleetOptions
 from vcpo_megatron.rollout.fleet.router import Router, RouterClient, sampling_problem
 from vcpo_megatron.rollout.fleet.server import Server, ServerState
+from vcpo_megatron.run.notifier import Notifier
 from vcpo_megatron.run.tasks import run_beside
 from vcpo_megatron.types import PolicyVersion
 
@@ -80,7 +81,7 @@ def routed(clients: Sequence[FakeClient], router: FakeRouter, health_s: float, t
         options,
         launch=lambda index: FakeProcess(),
         stop=lambda process: 0,
-        changes=Changes(),
+        changes=Notifier(),
         router=Router(router, [*router.servers], interval_s=0.1, timeout_s=timeout_s),  # type: ignore[arg-type]
     )
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from vcpo_megatron.config.process import ProcessContext
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.orchestrator.peers.servers import make_fleet, sglang_server
-from vcpo_megatron.rollout.fleet.fleet import Changes
 from vcpo_megatron.rollout.fleet.sglang import SglangServer
+from vcpo_megatron.run.notifier import Notifier
 
 SERVER = SglangServer(Path("/env/bin/python"), Path("/m"), "127.0.0.1", 30000, "bfloat16", 4096, 64)
 
@@ -76,7 +76,7 @@ def test_each_server_of_a_run_has_its_own_port_and_gpus(tmp_path: Path) -> None:
 
 def test_joined_servers_have_their_addresses_and_no_process(tmp_path: Path) -> None:
     config = run_config(addresses=["http://a:1", "http://b:2"])
-    fleet = make_fleet(context(tmp_path), config, 10, Changes())
+    fleet = make_fleet(context(tmp_path), config, 10, Notifier())
     assert [(server.client.base_url, server.joined) for server in fleet.servers] == [
         ("http://a:1", True),
         ("http://b:2", True),

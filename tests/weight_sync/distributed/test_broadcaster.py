@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vcpo_megatron.weight_sync.distributed.broadcaster import Broadcaster, BroadcastError
-from vcpo_megatron.weight_sync.distributed.learner import GroupSender
+from vcpo_megatron.weight_sync.distributed.learner import DistributedSender
 from vcpo_megatron.weight_sync.plan import plan_buckets
 from vcpo_megatron.weight_sync.wire import GroupError, WeightGroup, find_store, flat_size, unflatten
 
@@ -107,15 +107,15 @@ def test_a_broadcaster_that_starts_outlives_what_is_given_up_meanwhile(tmp_path:
         raise TimeoutError
 
     plan = [[["a", "float32", [2]]]]
-    sender = GroupSender(plan, "gloo", PATIENCE_S, tmp_path / "log", enough)
+    sender = DistributedSender(plan, "gloo", PATIENCE_S, tmp_path / "log", enough)
     try:
         sender.start()
         process = sender._broadcaster._process  # type: ignore[union-attr]
         with pytest.raises(TimeoutError):
-            sender.open("g-1", 2)
-        sender.close()
+            sender.open_group("g-1", 2)
+        sender.abort()
         sender._poll = nothing
-        opened = sender.open("g-2", 2)
+        opened = sender.open_group("g-2", 2)
         assert process.poll() is None
         flat = torch.zeros(8, dtype=torch.uint8)
         thread = threading.Thread(target=lambda: join(opened.port, "g-2", 1, 2).broadcast(flat), daemon=True)
@@ -123,7 +123,7 @@ def test_a_broadcaster_that_starts_outlives_what_is_given_up_meanwhile(tmp_path:
         sender.send("g-2", iter([("a", torch.tensor([1.5, -2.0]))]))
         thread.join(PATIENCE_S)
         assert flat.view(torch.float32).tolist() == [1.5, -2.0]
-        sender.close()  # it is in a group now
+        sender.abort()  # it is in a group now
         assert process.poll() is not None
     finally:
         sender.kill()

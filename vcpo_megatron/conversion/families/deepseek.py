@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ...models import families as rules
+from ...models.families import deepseek as config
 from ...models.shape import ModelShape
 from ..ops import Cut, Replicate
-from ..table import Family, Row
-from .dense import ATTENTION_NORM_ROW, MLP_NORM_ROW, MLP_ROWS, OUTER_ROWS, ROTARY_BUFFERS
-from .experts import expert_rows, shared_expert_rows
+from ..table import Family, MappingRule
+from .dense import ATTENTION_NORM, MLP, MLP_NORM, OUTER, ROTARY_BUFFERS
+from .experts import expert_rules, shared_expert_rules
 
 _M = "decoder.layers.{layer}."
 _H = "model.layers.{layer}.self_attn."
@@ -22,17 +22,17 @@ def _full_rank(shape: ModelShape) -> bool:
 
 
 _A = _M + "self_attention."
-_LATENT_ROWS = (
-    Row(_A + "linear_q_proj.weight", (_H + "q_proj.weight",), Cut(0), when=_full_rank),
-    Row(_A + "linear_q_down_proj.weight", (_H + "q_a_proj.weight",), Cut(0), when=_low_rank),
-    Row(_A + "q_layernorm.weight", (_H + "q_a_layernorm.weight",), Replicate(), when=_low_rank),
-    Row(_A + "linear_q_up_proj.weight", (_H + "q_b_proj.weight",), Cut(0), when=_low_rank),
-    Row(_A + "linear_kv_down_proj.weight", (_H + "kv_a_proj_with_mqa.weight",), Cut(0)),
-    Row(_A + "kv_layernorm.weight", (_H + "kv_a_layernorm.weight",), Replicate()),
-    Row(_A + "linear_kv_up_proj.weight", (_H + "kv_b_proj.weight",), Cut(0)),
-    Row(_A + "linear_proj.weight", (_H + "o_proj.weight",), Cut(1)),
+_LATENT_ATTENTION = (
+    MappingRule(_A + "linear_q_proj.weight", (_H + "q_proj.weight",), Cut(0), when=_full_rank),
+    MappingRule(_A + "linear_q_down_proj.weight", (_H + "q_a_proj.weight",), Cut(0), when=_low_rank),
+    MappingRule(_A + "q_layernorm.weight", (_H + "q_a_layernorm.weight",), Replicate(), when=_low_rank),
+    MappingRule(_A + "linear_q_up_proj.weight", (_H + "q_b_proj.weight",), Cut(0), when=_low_rank),
+    MappingRule(_A + "linear_kv_down_proj.weight", (_H + "kv_a_proj_with_mqa.weight",), Cut(0)),
+    MappingRule(_A + "kv_layernorm.weight", (_H + "kv_a_layernorm.weight",), Replicate()),
+    MappingRule(_A + "linear_kv_up_proj.weight", (_H + "kv_b_proj.weight",), Cut(0)),
+    MappingRule(_A + "linear_proj.weight", (_H + "o_proj.weight",), Cut(1)),
 )
-_CHOICE_BIAS = Row(
+_CHOICE_BIAS = MappingRule(
     _M + "mlp.router.expert_bias",
     ("model.layers.{layer}.mlp.gate.e_score_correction_bias",),
     Replicate(),
@@ -41,16 +41,16 @@ _CHOICE_BIAS = Row(
 )
 
 DEEPSEEK_V3 = Family(
-    rules.DEEPSEEK_V3,
-    rows=(
-        *OUTER_ROWS,
-        ATTENTION_NORM_ROW,
-        *_LATENT_ROWS,
-        MLP_NORM_ROW,
-        *MLP_ROWS,
-        *expert_rows(rules.DEEPSEEK_V3),
+    config.DEEPSEEK_V3,
+    mapping=(
+        *OUTER,
+        ATTENTION_NORM,
+        *_LATENT_ATTENTION,
+        MLP_NORM,
+        *MLP,
+        *expert_rules(config.DEEPSEEK_V3),
         _CHOICE_BIAS,
-        *shared_expert_rows(rules.DEEPSEEK_V3),
+        *shared_expert_rules(config.DEEPSEEK_V3),
     ),
     skipped=ROTARY_BUFFERS,
 )

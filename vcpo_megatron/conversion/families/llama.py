@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ...models import families as rules
+from ...models.families import llama as config
 from ..table import Family
-from .dense import ATTENTION_ROWS, MLP_ROWS, OUTER_ROWS, ROTARY_BUFFERS
-from .experts import expert_rows
+from .dense import ATTENTION, MLP, OUTER, ROTARY_BUFFERS
+from .experts import expert_rules
 
-_ATTENTION = (*OUTER_ROWS, *ATTENTION_ROWS)
+_ATTENTION = (*OUTER, *ATTENTION)
 
-LLAMA = Family(rules.LLAMA, rows=(*_ATTENTION, *MLP_ROWS), skipped=ROTARY_BUFFERS)
-MISTRAL = Family(rules.MISTRAL, rows=(*_ATTENTION, *MLP_ROWS), skipped=ROTARY_BUFFERS)
-MIXTRAL = Family(rules.MIXTRAL, rows=(*_ATTENTION, *expert_rows(rules.MIXTRAL)), skipped=ROTARY_BUFFERS)
+LLAMA = Family(config.LLAMA, mapping=(*_ATTENTION, *MLP), skipped=ROTARY_BUFFERS)
+MISTRAL = Family(config.MISTRAL, mapping=(*_ATTENTION, *MLP), skipped=ROTARY_BUFFERS)
+MIXTRAL = Family(config.MIXTRAL, mapping=(*_ATTENTION, *expert_rules(config.MIXTRAL)), skipped=ROTARY_BUFFERS)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from ...models import families as rules
+from ...models.families import qwen2 as config
 from ..table import Family
-from .dense import ATTENTION_ROWS, MLP_ROWS, OUTER_ROWS, QKV_BIAS_ROW, ROTARY_BUFFERS
-from .experts import SHARED_GATE_ROW, expert_rows, shared_expert_rows
+from .dense import ATTENTION, MLP, OUTER, QKV_BIAS, ROTARY_BUFFERS
+from .experts import SHARED_GATE, expert_rules, shared_expert_rules
 
-QWEN2 = Family(rules.QWEN2, rows=(*OUTER_ROWS, *ATTENTION_ROWS, QKV_BIAS_ROW, *MLP_ROWS), skipped=ROTARY_BUFFERS)
+QWEN2 = Family(config.QWEN2, mapping=(*OUTER, *ATTENTION, QKV_BIAS, *MLP), skipped=ROTARY_BUFFERS)
 QWEN2_MOE = Family(
-    rules.QWEN2_MOE,
-    rows=(
-        *OUTER_ROWS,
-        *ATTENTION_ROWS,
-        QKV_BIAS_ROW,
-        *MLP_ROWS,
-        *expert_rows(rules.QWEN2_MOE),
-        SHARED_GATE_ROW,
-        *shared_expert_rows(rules.QWEN2_MOE),
+    config.QWEN2_MOE,
+    mapping=(
+        *OUTER,
+        *ATTENTION,
+        QKV_BIAS,
+        *MLP,
+        *expert_rules(config.QWEN2_MOE),
+        SHARED_GATE,
+        *shared_expert_rules(config.QWEN2_MOE),
     ),
     skipped=ROTARY_BUFFERS,
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ...models import families as rules
+from ...models.families import qwen3 as config
 from ..table import Family
-from .dense import ATTENTION_ROWS, MLP_ROWS, OUTER_ROWS, QK_NORM_ROWS, ROTARY_BUFFERS
-from .experts import expert_rows
+from .dense import ATTENTION, MLP, OUTER, QK_NORM, ROTARY_BUFFERS
+from .experts import expert_rules
 
-_ROWS = (*OUTER_ROWS, *ATTENTION_ROWS, *QK_NORM_ROWS, *MLP_ROWS)
+_DENSE = (*OUTER, *ATTENTION, *QK_NORM, *MLP)
 
-QWEN3 = Family(rules.QWEN3, rows=_ROWS, skipped=ROTARY_BUFFERS)
-QWEN3_MOE = Family(rules.QWEN3_MOE, rows=(*_ROWS, *expert_rows(rules.QWEN3_MOE)), skipped=ROTARY_BUFFERS)
+QWEN3 = Family(config.QWEN3, mapping=_DENSE, skipped=ROTARY_BUFFERS)
+QWEN3_MOE = Family(config.QWEN3_MOE, mapping=(*_DENSE, *expert_rules(config.QWEN3_MOE)), skipped=ROTARY_BUFFERS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...models.families import model_shape, rules_for
+from ...models.families.registry import model_shape, rules_for
 from ...models.shape import ModelShape, ShapeError
 from ..errors import ConversionError
 from ..table import Family
@@ -25,7 +25,7 @@ def family_for(hf_config: Mapping[str, Any]) -> Family:
         rules = rules_for(hf_config)
     except ShapeError as error:
         raise ConversionError(f"config.json: {error}") from None
-    return next(family for family in FAMILIES if family.rules is rules)
+    return next(family for family in FAMILIES if family.config_rules is rules)
 
 
 def open_model(hf_config: Mapping[str, Any]) -> tuple[Family, ModelShape]:

@@ -19,8 +19,8 @@ from ...types import Batch, Trajectory
 
 
 @dataclass(frozen=True)
-class Row:
-    """One trajectory of the batch: ``index`` numbers it over the whole batch (0..N-1)."""
+class Sample:
+    """One trajectory of the batch: ``index`` is its number in the batch (0..N-1), ``group`` that of its group."""
 
     index: int
     group: int
@@ -45,7 +45,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackLayout:
     """Where the tokens of sequences laid end to end lie on one context-parallel rank.
 
     With C context-parallel ranks every sequence is padded to a multiple of 2C and cut into 2C chunks; rank
@@ -67,7 +67,7 @@ class Layout:
         return sum(self.lengths)
 
     @classmethod
-    def of(cls, sequences: Sequence[int], share: Share, at_least: int = 0) -> Layout:
+    def of(cls, sequences: Sequence[int], share: Share, at_least: int = 0) -> PackLayout:
         """Lay sequences of these many tokens end to end, padded to ``at_least`` tokens, which is more than none."""
         chunk = 2 * share.size if share.size > 1 else 1
         padded = [-(-length // chunk) * chunk for length in sequences]
@@ -107,11 +107,12 @@ class Pack:
     experts            int32   [T, layers, k], on the CPU, or None: experts that a server sent each token to, -1 where
                        nothing was recorded
     all_tokens, all_segments  int64 [C T]  those of every context-parallel rank, one rank after another
-    step_rows          rows of all ranks that work on the group in the same micro-step (expert parallelism);
+    samples            the n trajectories, in the order of the tokens
+    step_samples       those of all ranks that work on the group in the same micro-step (expert parallelism);
                        this rank's are those from ``offset`` on
     """
 
-    rows: tuple[Row, ...]
+    samples: tuple[Sample, ...]
     group: int
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -122,8 +123,8 @@ class Pack:
     segments: torch.Tensor
     all_tokens: torch.Tensor
     all_segments: torch.Tensor
-    layout: Layout
-    step_rows: tuple[Row, ...]
+    layout: PackLayout
+    step_samples: tuple[Sample, ...]
     offset: int
     experts: torch.Tensor | None = None
 
@@ -139,25 +140,30 @@ class Pack:
     @property
     def padded(self) -> int:
         """Tokens of padding, on all context-parallel ranks."""
-        return self.length - sum(row.cost for row in self.rows)
+        return self.length - sum(sample.cost for sample in self.samples)
+
+    @property
+    def index(self) -> list[int]:
+        """Numbers in the batch of ``samples``."""
+        return [sample.index for sample in self.samples]
 
     @property
     def step_index(self) -> list[int]:
-        """Numbers in the batch of ``step_rows``."""
-        return [row.index for row in self.step_rows]
+        """Numbers in the batch of ``step_samples``."""
+        return [sample.index for sample in self.step_samples]
 
 
-def batch_rows(batch: Batch) -> list[list[Row]]:
-    """Rows of every group, numbered over the batch."""
+def batch_samples(batch: Batch) -> list[list[Sample]]:
+    """Samples of every group, numbered over the batch."""
     groups, index = [], 0
     for number, group in enumerate(batch.groups):
-        groups.append([Row(index + i, number, t) for i, t in enumerate(group.trajectories)])
+        groups.append([Sample(index + i, number, t) for i, t in enumerate(group.trajectories)])
         index += len(group.trajectories)
     return groups
 
 
 def assign_groups(costs: Sequence[int], replicas: int) -> list[list[int]]:
-    """Spread groups over replicas by cost, largest first to the least loaded; indices ascending.
+    """Divide groups among replicas by cost, largest first to the least loaded; indices ascending.
 
     Ties go to the lower index and the lower replica, so every rank finds the same plan.
     """
@@ -170,56 +176,56 @@ def assign_groups(costs: Sequence[int], replicas: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def split_into_packs(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """Cut the rows of one group into packs of at most ``max_tokens`` (a longer row gets its own).
+def split_into_packs(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
+    """Cut the samples of one group into packs of at most ``max_tokens`` (a longer sample gets its own).
 
-    Longest first into the fullest pack that still has room (best fit); rows of a pack keep the order
+    Longest first into the fullest pack that still has room (best fit); samples of a pack keep the order
     of the batch.
     """
-    packs: list[list[Row]] = []
+    packs: list[list[Sample]] = []
     room: list[int] = []
-    for row in sorted(rows, key=lambda r: (-r.cost, r.index)):
-        fitting = [i for i, free in enumerate(room) if free >= row.cost]
+    for sample in sorted(samples, key=lambda s: (-s.cost, s.index)):
+        fitting = [i for i, free in enumerate(room) if free >= sample.cost]
         if fitting:
             best = min(fitting, key=lambda i: (room[i], i))
-            packs[best].append(row)
-            room[best] -= row.cost
+            packs[best].append(sample)
+            room[best] -= sample.cost
         else:
-            packs.append([row])
-            room.append(max_tokens - row.cost)
-    ordered = [sorted(pack, key=lambda r: r.index) for pack in packs]
+            packs.append([sample])
+            room.append(max_tokens - sample.cost)
+    ordered = [sorted(pack, key=lambda s: s.index) for pack in packs]
     return sorted(ordered, key=lambda pack: pack[0].index)
 
 
-def plan_steps(rows: Sequence[Row], ranks: int, max_tokens: int) -> list[list[list[Row]]]:
-    """Micro-steps of one group whose rows are spread over ``ranks``: rows of every rank in every step.
+def plan_steps(samples: Sequence[Sample], ranks: int, max_tokens: int) -> list[list[list[Sample]]]:
+    """Micro-steps of one group that is divided among ``ranks``: samples of every rank in every step.
 
-    Ranks that share experts run equal numbers of micro-batches; a rank that has nothing left gets an empty one.
+    Ranks that share experts run equal numbers of micro-batches; a rank without samples gets an empty one.
     """
-    shares = [[rows[i] for i in share] for share in assign_groups([row.cost for row in rows], ranks)]
+    shares = [[samples[i] for i in share] for share in assign_groups([sample.cost for sample in samples], ranks)]
     packs = [split_into_packs(share, max_tokens) for share in shares]
     steps = max(len(own) for own in packs)
     return [[own[step] if step < len(own) else [] for own in packs] for step in range(steps)]
 
 
 def make_pack(
-    rows: Sequence[Row],
+    samples: Sequence[Sample],
     share: Share,
     device: torch.device,
     *,
     group: int | None = None,
-    step_rows: Sequence[Row] | None = None,
+    step_samples: Sequence[Sample] | None = None,
     offset: int = 0,
     at_least: int = 0,
     version: int | None = None,
 ) -> Pack:
-    """Lay ``rows`` end to end and keep what context-parallel rank ``share.rank`` holds of them.
+    """Lay ``samples`` end to end and keep what context-parallel rank ``share.rank`` holds of them.
 
     ``version`` is the number of the learner's policy. An empty pack (expert parallelism, virtual stages) is padding
     alone and needs ``group``.
     """
-    costs = [row.cost for row in rows]
-    layout = Layout.of(costs, share, at_least)
+    costs = [sample.cost for sample in samples]
+    layout = PackLayout.of(costs, share, at_least)
 
     def filled(pieces: Sequence[np.ndarray], fill: float, dtype: type) -> np.ndarray:
         """Pieces at their places in the whole pack, ``fill`` in between."""
@@ -234,16 +240,18 @@ def make_pack(
         return torch.from_numpy(whole[layout.take]).to(device)
 
     def every(whole: np.ndarray) -> torch.Tensor:
-        order = [Layout.of(costs, dataclasses.replace(share, rank=rank), at_least).take for rank in range(share.size)]
+        order = [
+            PackLayout.of(costs, dataclasses.replace(share, rank=rank), at_least).take for rank in range(share.size)
+        ]
         return torch.from_numpy(whole[np.concatenate(order)]).to(device)
 
-    trajectories = [row.trajectory for row in rows]
+    trajectories = [sample.trajectory for sample in samples]
     tokens = filled([t.tokens[:-1] for t in trajectories], 0, np.int64)
     # padding inside a trajectory (context parallelism) counts as its own: no gradient ever reaches it
     segments = np.repeat(np.arange(len(layout.lengths)), layout.lengths)
     return Pack(
-        rows=tuple(rows),
-        group=rows[0].group if group is None else group,
+        samples=tuple(samples),
+        group=samples[0].group if group is None else group,
         tokens=own(tokens),
         labels=own(filled([t.tokens[1:] for t in trajectories], 0, np.int64)),
         positions=own(np.concatenate([np.arange(length) for length in layout.lengths])),
@@ -254,7 +262,7 @@ def make_pack(
         all_tokens=every(tokens),
         all_segments=every(segments),
         layout=layout,
-        step_rows=tuple(rows if step_rows is None else step_rows),
+        step_samples=tuple(samples if step_samples is None else step_samples),
         offset=offset,
         experts=_experts(trajectories, layout),
     )
@@ -264,7 +272,7 @@ def _sampled_by(trajectory: Trajectory, version: int | None) -> np.ndarray:
     return np.zeros(len(trajectory.tokens), np.bool_) if version is None else trajectory.sampled_by(version)
 
 
-def _experts(trajectories: Sequence[Trajectory], layout: Layout) -> torch.Tensor | None:
+def _experts(trajectories: Sequence[Trajectory], layout: PackLayout) -> torch.Tensor | None:
     """``Pack.experts`` of this rank's tokens; None when no trajectory has a record."""
     shapes = [t.routed_experts.shape[1:] for t in trajectories if t.routed_experts is not None]
     if not shapes:

@@ -23,9 +23,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 
-from ...config.process import WARNING_PREFIX
 from ...config.schema import RunConfig
-from ...models.facts import differences, shape_facts, weight_facts
+from ...models.identity import differences, shape_facts, weight_facts
 from ...run.directory import Manifest, RunDirectory
 from ...run.integrity import changed_files
 from ...types import PolicyVersion
@@ -43,9 +42,6 @@ _T = TypeVar("_T")
 #: Tensors of a parameter's shape, so that any layout reads what a sharded optimizer wrote; and the same names
 #: whether experts have an optimizer of their own (expert parallelism) or not.
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-
-#: Names that earlier versions gave to facts of the shape.
-_EARLIER_NAMES = {"layers": "num_layers", "hidden": "hidden_size", "vocabulary": "vocab_size"}
 
 
 @dataclass(frozen=True)
@@ -136,23 +132,13 @@ class Checkpoints:
         self._trainable.optimizer.load_state_dict(state["optimizer"])
         finish_loading(self._trainable.optimizer)
         self._trainable.schedule.num_steps = manifest.learner["schedule_steps"]
-        if manifest.learner.get("layout") == self._layout():
+        if manifest.learner["layout"] == self._layout():
             rng.load(self._directory.checkpoint(step) / "rng", self._parallel.rank)
         return EssState(**manifest.learner["ess"])
 
     def _compare(self, path: Path, saved: dict[str, Any]) -> None:
         """CheckpointError when the model of this run is not that of checkpoint ``path``, by its facts ``saved``."""
-        now = dict(self._facts)
-        if "rope.theta" not in saved:  # an earlier version kept three facts of the shape, by other names
-            saved = {_EARLIER_NAMES.get(key, key): value for key, value in saved.items()}
-            now = {key: value for key, value in now.items() if key in saved}
-            if self._parallel.rank == 0:
-                print(
-                    f"{WARNING_PREFIX}{path} was written by an earlier version, with few facts of its model: whether "
-                    f"{self._config.model.path} has changed is not known",
-                    flush=True,
-                )
-        if found := differences(saved, now):
+        if found := differences(saved, self._facts):
             raise CheckpointError(
                 f"{path} does not fit this run: {'; '.join(found)}; the model in {self._config.model.path}, or how it "
                 "is held, is not that of the run: restore it, or start a new run"
@@ -161,16 +147,8 @@ class Checkpoints:
     def _verify(self, step: int, manifest: Manifest) -> None:
         """Every file of checkpoint ``step`` is what was written: each is read by one of the ranks. CheckpointError on
         all ranks when one is not."""
-        path, rank = self._directory.checkpoint(step), self._parallel.rank
-        if not manifest.checksums:
-            if rank == 0:
-                print(
-                    f"{WARNING_PREFIX}{path} was written by an earlier version, without checksums: whether its files "
-                    "have changed is not known",
-                    flush=True,
-                )
-            return
-        mine = changed_files(path, manifest.checksums, rank, self._parallel.world_size)
+        path = self._directory.checkpoint(step)
+        mine = changed_files(path, manifest.checksums, self._parallel.rank, self._parallel.world_size)
         changed = [phrase for phrases in self._of_all_ranks(mine) for phrase in phrases]
         if not changed:
             return

@@ -7,24 +7,23 @@ folder, and ``MANIFEST`` says how it was made.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 
 from ...config.load import load_resolved
-from ...config.process import WARNING_PREFIX
+from ...conversion.dtypes import dtype_name, torch_dtype
 from ...conversion.errors import ConversionError, listed
 from ...conversion.families.registry import Family, ModelShape, open_model
-from ...conversion.hf import HFFolder
+from ...conversion.hf import HFFolder, read_object
 from ...conversion.ops import GateUp
-from ...conversion.partial import Partial, Progress, carried_files, carry_over, fingerprint
+from ...conversion.partial import CopyProgress, Partial, carried_files, carry_over, fingerprint
 from ...conversion.shards import unconsumed
 from ...conversion.table import EMBEDDING
 from ...conversion.writer import FILE_BYTES, FolderWriter, finish_folder
@@ -32,19 +31,17 @@ from ...run.directory import MANIFEST as RUN_MANIFEST
 from ...run.directory import RunDirectory, read_manifest
 from ...run.errors import ConfigError
 from ...run.integrity import changed_files, crc_of_file, sealed, unsealed
-from ...run.text import one_line, printable
-from .files import CheckpointFiles, CheckpointWriter
-from .keys import stored
+from ...run.text import one_line
+from .files import CheckpointFiles, CheckpointWriter, stored_parameter
 
 MANIFEST, HF_PART = "vcpo_checkpoint.json", "hf"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Bytes after which what was written is made durable and recorded.
 SYNC_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The layout whose ranks will find their shards in pieces of their own; any other layout reads them too."""
+class CheckpointLayout:
+    """The parallel sizes whose ranks will find their shards in pieces of their own; any other layout reads them too."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -72,7 +69,7 @@ class Layout:
             (self.expert, experts, "experts", "--expert"),
         ]
         wrong = [
-            f"{option} {ways} does not divide the {size} {what}" for ways, size, what, option in sizes if size % ways
+            f"{option} {parts} does not divide the {size} {what}" for parts, size, what, option in sizes if size % parts
         ]
         if wrong:
             raise ConversionError("; ".join(wrong))
@@ -97,7 +94,7 @@ class Layout:
 def import_hf(
     source: Path,
     out: Path,
-    layout: Layout,
+    layout: CheckpointLayout,
     *,
     dtype: str | None = None,
     vocab_multiple: int = 128,
@@ -119,97 +116,97 @@ def import_hf(
             )
         padded = shape.padded_vocabulary(vocab_multiple)
         layout.check(shape, padded)
-        kind = DTYPES[dtype] if dtype else _one_dtype(folder, family, shape)
-        manifest = {
-            "format": 1,
-            "architecture": family.architecture,
-            "vocabulary": shape.vocab_size,
-            "padded_vocabulary": padded,
-            "dtype": str(kind).removeprefix("torch."),
-            "layout": asdict(layout),
-        }
-        names, sizes = family.megatron_names(shape), family.outline(shape, kind).values()
-        padding = (padded - shape.vocab_size) * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-        total = sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in sizes) + padding * kind.itemsize
-        carried_files(source)  # what is wrong with them is said before the work
-        plan = {**manifest, "source": str(source.absolute()), "files": fingerprint(source)}
-        partial = Partial(out, plan, total, [source])
+        kind = torch_dtype(dtype) if dtype else _one_dtype(folder, family, shape)
+        job = _Import(folder, family, shape, layout, padded, kind)
+        carried_files(source)  # reports their faults before the work begins
+        plan = {**job.manifest(), "source": str(source.absolute()), "files": fingerprint(source)}
+        partial = Partial(out, plan, job.bytes_total, [source])
         with partial.guarded():
-            _write_parameters(folder, family, shape, layout, padded, kind, names, partial, total, progress)
+            job.write(partial, sys.stderr if progress else None)
             (partial.path / HF_PART).mkdir(exist_ok=True)
             carry_over(source, partial.path / HF_PART)
             checksums = {name: crc_of_file(path) for name, path in partial.content().items() if name != MANIFEST}
-            (partial.path / MANIFEST).write_text(sealed({**manifest, "checksums": checksums}) + "\n")
+            (partial.path / MANIFEST).write_text(sealed({**job.manifest(), "checksums": checksums}) + "\n")
             partial.finish()
     return skipped
 
 
-def _write_parameters(
-    folder: HFFolder,
-    family: Family,
-    shape: ModelShape,
-    layout: Layout,
-    padded: int,
-    kind: torch.dtype,
-    names: list[str],
-    partial: Partial,
-    total: int,
-    show: bool,
-) -> None:
-    done = partial.steps[-1]["done"] if partial.steps else 0
-    writer = CheckpointWriter(partial.path, [entry for step in partial.steps for entry in step["entries"]])
-    progress = Progress(f"import {folder.path.name}", total, sys.stderr if show else None)
-    progress.skip(sum(torch.Size(entry[5]).numel() * getattr(torch, entry[7]).itemsize for entry in writer.entries))
-    recorded, unsynced = len(writer.entries), 0
-    try:
-        for number, name in enumerate(names[done:], done + 1):
-            for count in _write_one(folder, family, shape, layout, padded, kind, name, writer):
-                unsynced += count
-                progress.add(count)
-            if unsynced >= SYNC_BYTES:
-                writer.sync()
-                partial.record({"done": number, "entries": writer.entries[recorded:]})
-                recorded, unsynced = len(writer.entries), 0
-        writer.finish()
-    finally:
-        progress.end()
-        writer.close()
+@dataclass(frozen=True)
+class _Import:
+    """What is written, and in which form: ``padded`` rows of vocabulary, parameters of ``dtype``."""
 
+    folder: HFFolder
+    family: Family
+    shape: ModelShape
+    layout: CheckpointLayout
+    padded: int
+    dtype: torch.dtype
 
-def _write_one(
-    folder: HFFolder,
-    family: Family,
-    shape: ModelShape,
-    layout: Layout,
-    padded: int,
-    kind: torch.dtype,
-    name: str,
-    writer: CheckpointWriter,
-) -> Iterator[int]:
-    """Write one parameter, a piece a rank; yields the bytes of each piece."""
-    op, place = family.place(name).row.op, stored(name, shape)
-    sources = [folder.tensor(source) for source in family.sources(name, shape)]
-    kind = family.dtype(name, kind)
-    for tensor, source in zip(sources, family.sources(name, shape), strict=True):
-        _require_range(tensor, kind, f"{folder.path}: {source}")
-    ways = 1 if op.partition_dim is None or family.is_expert(name) else layout.tensor
-    for rank in range(ways):
-        shard = op.to_shard(sources, shape, rank, ways, padded).to(kind)
-        file, dim = layout.file(family, shape, name, rank), op.partition_dim or 0
-        whole = [length * (ways if axis == dim else 1) for axis, length in enumerate(shard.shape)]
-        halves = shard.chunk(2) if isinstance(op, GateUp) else (shard,)
-        for number, piece in enumerate(halves):
-            offsets = [0] * piece.dim()
-            offsets[dim] = (number * ways + rank) * piece.shape[dim]
-            writer.write(place, whole, file, offsets, piece.clone() if len(halves) > 1 else piece)
-            yield piece.numel() * piece.element_size()
+    def manifest(self) -> dict[str, Any]:
+        """What the checkpoint says of itself, its checksums aside."""
+        return {
+            "format": 1,
+            "architecture": self.family.architecture,
+            "vocabulary": self.shape.vocab_size,
+            "padded_vocabulary": self.padded,
+            "dtype": dtype_name(self.dtype),
+            "layout": asdict(self.layout),
+        }
+
+    @property
+    def bytes_total(self) -> int:
+        shape, sizes = self.shape, self.family.outline(self.shape, self.dtype).values()
+        padding = (self.padded - shape.vocab_size) * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+        return sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in sizes) + padding * self.dtype.itemsize
+
+    def write(self, partial: Partial, stream: TextIO | None) -> None:
+        """Write every parameter that ``partial`` does not hold yet; progress goes to ``stream``."""
+        names = self.family.megatron_names(self.shape)
+        done = partial.steps[-1]["done"] if partial.steps else 0
+        writer = CheckpointWriter(partial.path, [entry for step in partial.steps for entry in step["entries"]])
+        progress = CopyProgress(f"import {self.folder.path.name}", self.bytes_total, stream)
+        progress.skip(sum(torch.Size(entry[5]).numel() * torch_dtype(entry[7]).itemsize for entry in writer.entries))
+        recorded, unsynced = len(writer.entries), 0
+        try:
+            for number, name in enumerate(names[done:], done + 1):
+                for count in self._write_one(name, writer):
+                    unsynced += count
+                    progress.add(count)
+                if unsynced >= SYNC_BYTES:
+                    writer.sync()
+                    partial.record({"done": number, "entries": writer.entries[recorded:]})
+                    recorded, unsynced = len(writer.entries), 0
+            writer.finish()
+        finally:
+            progress.end()
+            writer.close()
+
+    def _write_one(self, name: str, writer: CheckpointWriter) -> Iterator[int]:
+        """Write one parameter, a piece a rank; yields the bytes of each piece."""
+        family, op = self.family, self.family.place(name).rule.op
+        place = stored_parameter(name, self.shape)
+        sources = {source: self.folder.tensor(source) for source in family.sources(name, self.shape)}
+        dtype = family.dtype(name, self.dtype)
+        for source, tensor in sources.items():
+            _require_range(tensor, dtype, f"{self.folder.path}: {source}")
+        parts = 1 if op.partition_dim is None or family.is_expert(name) else self.layout.tensor
+        for rank in range(parts):
+            shard = op.to_shard(list(sources.values()), self.shape, rank, parts, self.padded).to(dtype)
+            file, dim = self.layout.file(family, self.shape, name, rank), op.partition_dim or 0
+            whole = [length * (parts if axis == dim else 1) for axis, length in enumerate(shard.shape)]
+            halves = shard.chunk(2) if isinstance(op, GateUp) else (shard,)
+            for number, piece in enumerate(halves):
+                offsets = [0] * piece.dim()
+                offsets[dim] = (number * parts + rank) * piece.shape[dim]
+                writer.write(place, whole, file, offsets, piece.clone() if len(halves) > 1 else piece)
+                yield piece.numel() * piece.element_size()
 
 
 def _one_dtype(folder: HFFolder, family: Family, shape: ModelShape) -> torch.dtype:
-    parameters = [name for name in family.megatron_names(shape) if not family.place(name).row.float32]
+    parameters = [name for name in family.megatron_names(shape) if not family.place(name).rule.float32]
     found = {folder.dtype(hf) for name in parameters for hf in family.sources(name, shape)}
     if len(found) > 1:
-        kinds = listed(sorted(str(kind).removeprefix("torch.") for kind in found))
+        kinds = listed(sorted(dtype_name(kind) for kind in found))
         raise ConversionError(f"{folder.path} holds tensors of several dtypes ({kinds}): choose one with --dtype")
     return found.pop()
 
@@ -224,7 +221,7 @@ class OpenedCheckpoint:
         self.path, self.hf = _locate(path)
         _require_unchanged(self.path)
         self.files = CheckpointFiles(self.path)
-        self.config = _json(self.hf / "config.json")
+        self.config = read_object(self.hf / "config.json")
         self.family, self.shape = open_model(self.config)
         self.names = self.family.megatron_names(self.shape)
         self._check_keys()
@@ -243,7 +240,7 @@ class OpenedCheckpoint:
 
     def parameter(self, megatron_name: str) -> dict[str, Tensor]:
         """HF tensors of one parameter; ConversionError for values that are not finite."""
-        whole = self.files.read(stored(megatron_name, self.shape))
+        whole = self.files.read(stored_parameter(megatron_name, self.shape))
         if not bool(whole.isfinite().all()):
             raise ConversionError(f"{self.path}: {megatron_name} holds nan or infinite values")
         return dict(self.family.to_hf(megatron_name, [whole], self.shape))
@@ -255,14 +252,14 @@ class OpenedCheckpoint:
         return self._last[1][hf_name]
 
     def _check_keys(self) -> None:
-        expected = {place.key: place for name in self.names for place in [stored(name, self.shape)]}
+        expected = {place.key: place for name in self.names for place in [stored_parameter(name, self.shape)]}
         missing = [key for key in expected if key not in self.files]
         extra = [key for key in self.files.keys() if key not in expected]
         for what, keys in (("misses", missing), ("holds, unknown to the model,", extra)):
             if keys:
                 raise ConversionError(f"{self.path} {what} {len(keys)} tensors: {listed(keys)}")
         for name in self.names:
-            place = stored(name, self.shape)
+            place = stored_parameter(name, self.shape)
             own = list(self.files.shape(place.key)[len(place.stack) :])
             wanted = self._whole_shape(name)
             if own != wanted:
@@ -274,11 +271,11 @@ class OpenedCheckpoint:
         padded = self.files.shape(EMBEDDING)[0]
         if padded < self.shape.vocab_size:
             raise ConversionError(f"{self.path}: {padded} rows of vocabulary, config.json has {self.shape.vocab_size}")
-        return list(self.family.place(name).row.op.to_shard(blanks, self.shape, 0, 1, padded).shape)
+        return list(self.family.place(name).rule.op.to_shard(blanks, self.shape, 0, 1, padded).shape)
 
     def _one_dtype(self) -> torch.dtype:
-        parameters = [name for name in self.names if not self.family.place(name).row.float32]
-        found = {self.files.dtype(stored(name, self.shape).key) for name in parameters}
+        parameters = [name for name in self.names if not self.family.place(name).rule.float32]
+        found = {self.files.dtype(stored_parameter(name, self.shape).key) for name in parameters}
         if len(found) > 1:
             raise ConversionError(f"{self.path} holds parameters of several dtypes: {listed(map(str, found))}")
         return found.pop()
@@ -293,41 +290,52 @@ def export_hf(
     """
     _require_outside_runs(out)
     opened = OpenedCheckpoint(source)
-    kind = DTYPES[dtype] if dtype else opened.dtype
-    order = opened.order()
+    kind = torch_dtype(dtype) if dtype else opened.dtype
     dtypes = {hf: dtype for hf, (_, dtype) in opened.family.outline(opened.shape, kind).items()}
-    total = sum(torch.Size(size).numel() * dtypes[hf].itemsize for hf, size in order.items())
+    total = sum(torch.Size(size).numel() * dtypes[hf].itemsize for hf, size in opened.order().items())
     plan = {
         "source": str(opened.path.absolute()),
         "files": fingerprint(opened.path),
         "dtype": str(kind),
         "max_file_bytes": max_file_bytes,
     }
-    carried_files(opened.hf)  # what is wrong with them is said before the work
+    carried_files(opened.hf)  # reports their faults before the work begins
     partial = Partial(out, plan, total, [source, opened.path, opened.hf])
+    bar = CopyProgress(f"export {out.name}", total, sys.stderr if progress else None)
     with partial.guarded():
-        done = partial.steps[-1]["done"] if partial.steps else 0
-        begun = len({hf for name in opened.names[:done] for hf in opened.family.sources(name, opened.shape)})
-        writer = FolderWriter(partial.path, order, dtypes, max_file_bytes, done=begun)
-        bar = Progress(f"export {out.name}", total, sys.stderr if progress else None)
-        unsynced = 0
-        try:
-            for number, name in enumerate(opened.names[done:], done + 1):
-                for hf, tensor in opened.parameter(name).items():
-                    _require_range(tensor, dtypes[hf], hf)
-                    writer.write(hf, tensor)
-                    unsynced += tensor.numel() * dtypes[hf].itemsize
-                    bar.add(tensor.numel() * dtypes[hf].itemsize)
-                if unsynced >= SYNC_BYTES:
-                    writer.sync()
-                    partial.record({"done": number})
-                    unsynced = 0
-            writer.finish()
-        finally:
-            bar.end()
-            writer.close()
+        _write_tensors(opened, dtypes, max_file_bytes, partial, bar)
         finish_folder(partial.path, opened.hf, opened.config, kind)
         partial.finish()
+
+
+def _write_tensors(
+    opened: OpenedCheckpoint,
+    dtypes: Mapping[str, torch.dtype],
+    max_file_bytes: int,
+    partial: Partial,
+    progress: CopyProgress,
+) -> None:
+    """Write every parameter that ``partial`` does not hold yet."""
+    done = partial.steps[-1]["done"] if partial.steps else 0
+    begun = len({hf for name in opened.names[:done] for hf in opened.family.sources(name, opened.shape)})
+    writer = FolderWriter(partial.path, opened.order(), dtypes, max_file_bytes, done=begun)
+    unsynced = 0
+    try:
+        for number, name in enumerate(opened.names[done:], done + 1):
+            for hf, tensor in opened.parameter(name).items():
+                _require_range(tensor, dtypes[hf], hf)
+                writer.write(hf, tensor)
+                size = tensor.numel() * dtypes[hf].itemsize
+                unsynced += size
+                progress.add(size)
+            if unsynced >= SYNC_BYTES:
+                writer.sync()
+                partial.record({"done": number})
+                unsynced = 0
+        writer.finish()
+    finally:
+        progress.end()
+        writer.close()
 
 
 def _require_range(tensor: Tensor, kind: torch.dtype, name: str) -> None:
@@ -349,22 +357,18 @@ def _run_above(path: Path) -> Path | None:
 
 
 def _require_unchanged(path: Path) -> None:
-    """The files of a checkpoint are what its import or its run wrote; ConversionError names those that are not. What
-    an earlier version wrote without checksums is read with a warning."""
+    """The files of a checkpoint are what its import or its run wrote; ConversionError names those that are not."""
     marker = next((path / name for name in (MANIFEST, RUN_MANIFEST) if (path / name).is_file()), None)
     if marker is None:
         return
     try:
         imported = marker.name == MANIFEST
-        checksums = unsealed(marker.read_bytes()).get("checksums", {}) if imported else read_manifest(path).checksums
+        checksums = unsealed(marker.read_bytes())["checksums"] if imported else read_manifest(path).checksums
         changed = changed_files(path, checksums)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConversionError(f"{marker} is damaged: {one_line(error)}") from None
     if changed:
         raise ConversionError(f"{path} has changed since it was written: {listed(changed)}; take another checkpoint")
-    if not checksums:
-        unknown = "was written by an earlier version, without checksums: whether its files have changed is not known"
-        print(printable(f"{WARNING_PREFIX}{path} {unknown}"), file=sys.stderr)
 
 
 def _locate(path: Path) -> tuple[Path, Path]:
@@ -394,13 +398,3 @@ def _is_checkpoint_of(run: Path, path: Path) -> bool:
     """One that the run goes on from, or one that it has abandoned."""
     checkpoints = RunDirectory(run).checkpoints
     return path.name.startswith("step_") and checkpoints in (path.parent, path.parent.parent.parent)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConversionError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ConversionError(f"{path} holds no JSON object")
-    return value

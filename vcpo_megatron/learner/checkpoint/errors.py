@@ -1,4 +1,4 @@
-"""What a user is told when a checkpoint cannot be written or read: one line with its path and the reason.
+"""A checkpoint that cannot be written or read: one line for the user, with its path and the reason.
 
 Megatron writes with several workers and says of a failed one little more than that it failed: whether the disk is
 full is therefore also asked of the file system.

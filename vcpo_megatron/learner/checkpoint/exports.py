@@ -7,7 +7,6 @@ step's checkpoint, bit for bit. Training waits meanwhile.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from torch import Tensor
 from ...config.schema import RunConfig
 from ...conversion.errors import ConversionError
 from ...conversion.families.registry import Family, ModelShape
+from ...conversion.hf import read_object
 from ...conversion.partial import Partial
 from ...conversion.writer import FILE_BYTES, FolderWriter, finish_folder
 from ...run.directory import RunDirectory
@@ -50,7 +50,7 @@ class Exports:
         return self._every > 0 and version % self._every == 0
 
     def write(self, version: int) -> None:
-        """Export the current weights. A folder that cannot be written is told about and left out: the run goes on."""
+        """Export the current weights. A folder that cannot be written is reported and skipped: the run goes on."""
         tensors = self._gatherer.gather()
         if self._parallel.rank != 0:
             for _ in tensors:
@@ -63,7 +63,7 @@ class Exports:
             print(f"{out}: exported in {time.perf_counter() - started:.1f} s", flush=True)
         except (ConversionError, OSError) as error:
             print(f"no export of step {version}: {error}", flush=True)
-            for _ in tensors:  # the other ranks send to the end
+            for _ in tensors:  # the gathers are collective: the other ranks go through all of them
                 pass
 
 
@@ -97,5 +97,5 @@ def write_folder(
             writer.finish()
         finally:
             writer.close()
-        finish_folder(partial.path, source, json.loads((source / "config.json").read_text()), dtype)
+        finish_folder(partial.path, source, read_object(source / "config.json"), dtype)
         partial.finish()

@@ -3,6 +3,11 @@
 Megatron saves and loads a whole model with a process a rank. Conversion must not hold a model, so it reads
 and writes the same files itself: ``__N_0.distcp`` holds tensors one after another as torch.save writes them,
 ``.metadata`` says which piece of which tensor is where.
+
+Names and shapes. Layers of one kind are stacked: a parameter of every layer is one tensor with the layer as first axis,
+and one of every expert has the expert next. Models whose layers differ store each layer under its number. The tensor of
+a parameter is that of tensor-parallel size 1, whatever the layout: fused gates as [gate; up], the vocabulary with its
+padding.
 """
 
 from __future__ import annotations
@@ -11,7 +16,9 @@ import io
 import json
 import os
 import pickle
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +33,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ...conversion.dtypes import dtype_name, torch_dtype
 from ...conversion.errors import ConversionError, listed
-from .keys import Stored
+from ...models.shape import ModelShape
+from ...run.json_file import read_json_object
 
 METADATA, CONFIG, COMMON = ".metadata", "metadata.json", "common.pt"
 _FORMAT = {
@@ -36,6 +45,45 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+#: Megatron stores norms where TransformerEngine's fused layers have them; where attention is latent, none are fused.
+_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """Where one parameter is: key of the stored tensor, index along its leading axes, and the sizes of these axes."""
+
+    key: str
+    index: tuple[int, ...] = ()
+    stack: tuple[int, ...] = ()
+
+
+def is_mixed(shape: ModelShape) -> bool:
+    """Whether layers differ in kind, so that they cannot be stacked."""
+    return len({shape.is_moe(layer) for layer in range(shape.num_layers)}) > 1
+
+
+def stored_parameter(megatron_name: str, shape: ModelShape) -> StoredParameter:
+    """Where a parameter (layers and experts numbered over the whole model) is in the checkpoint."""
+    found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", megatron_name)
+    if not found:
+        return StoredParameter(megatron_name)
+    layer, rest = int(found[1]), found[2]
+    if shape.latent is None:
+        rest = _NORMS.get(rest, rest)
+    stacked = not is_mixed(shape)
+    prefix = "decoder.layers." if stacked else f"decoder.layers.{layer}."
+    index: tuple[int, ...] = (layer,) if stacked else ()
+    stack: tuple[int, ...] = (shape.num_layers,) if stacked else ()
+    expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", rest)
+    if not expert:
+        return StoredParameter(prefix + rest, index, stack)
+    assert shape.experts is not None
+    key = f"{prefix}mlp.experts.experts.{expert[2]}"
+    return StoredParameter(key, (*index, int(expert[1])), (*stack, shape.experts.count))
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -57,7 +105,7 @@ class CheckpointFiles:
         if not (path / METADATA).is_file() or not (path / CONFIG).is_file():
             raise ConversionError(f"{path} is no Megatron distributed checkpoint (it needs {METADATA} and {CONFIG})")
         try:
-            backend = json.loads((path / CONFIG).read_text()).get("sharded_backend")
+            backend = read_json_object(path / CONFIG).get("sharded_backend")
             with open(path / METADATA, "rb") as file:
                 metadata = _MetadataUnpickler(file).load()
         except (OSError, ValueError, AttributeError, EOFError, RecursionError, pickle.UnpicklingError) as error:
@@ -86,7 +134,7 @@ class CheckpointFiles:
     def dtype(self, key: str) -> torch.dtype:
         return self._tensors[key].properties.dtype
 
-    def read(self, place: Stored) -> Tensor:
+    def read(self, place: StoredParameter) -> Tensor:
         """One whole parameter, put together of all the pieces it was stored in."""
         if place.key not in self._tensors:
             raise ConversionError(f"{self.path} has no tensor {place.key}")
@@ -115,7 +163,7 @@ class CheckpointFiles:
             target.copy_(self._piece(place, chunk))
         return whole
 
-    def _piece(self, place: Stored, chunk: ChunkStorageMetadata) -> Tensor:
+    def _piece(self, place: StoredParameter, chunk: ChunkStorageMetadata) -> Tensor:
         info = self._places[MetadataIndex(place.key, chunk.offsets)]
         try:
             with open(self.path / info.relative_path, "rb") as file:
@@ -187,7 +235,9 @@ class CheckpointWriter:
         for _key, file, _offsets, offset, length, *_ in self.entries:
             self._ends[file] = max(self._ends.get(file, 0), offset + length)
 
-    def write(self, place: Stored, size: Sequence[int], file: int, offsets: Sequence[int], piece: Tensor) -> None:
+    def write(
+        self, place: StoredParameter, size: Sequence[int], file: int, offsets: Sequence[int], piece: Tensor
+    ) -> None:
         """Store ``piece``, which begins at ``offsets`` of the whole parameter of ``size``, in file number ``file``."""
         stream = self._open(file)
         start = stream.tell()
@@ -205,7 +255,7 @@ class CheckpointWriter:
                 stream.tell() - start,
                 [*leading, *piece.shape],
                 [*place.stack, *size],
-                str(piece.dtype).removeprefix("torch."),
+                dtype_name(piece.dtype),
             ]
         )
 
@@ -228,7 +278,7 @@ class CheckpointWriter:
                 raise ConversionError(f"{self._path}: {key} {offsets} written twice")
             places[index] = _StorageInfo(_name(file), start, length)
             if key not in tensors:
-                properties = TensorProperties(dtype=getattr(torch, dtype))
+                properties = TensorProperties(dtype=torch_dtype(dtype))
                 tensors[key] = TensorStorageMetadata(properties, torch.Size(whole), [])
             tensors[key].chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         torch.save({}, self._path / COMMON)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from ...config.schema import RunConfig
+from ...conversion.dtypes import dtype_name
 from ...conversion.table import EMBEDDING
 from ..megatron import platform
 from ..megatron.model import build_network
 from ..megatron.parallel import destroy, initialize
 from ..megatron.scoring import score_with
 from .convert import OpenedCheckpoint
-from .load import load_weights
 
 
 def checkpoint_logprobs(opened: OpenedCheckpoint, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -27,7 +30,7 @@ def checkpoint_logprobs(opened: OpenedCheckpoint, prompts: Sequence[Sequence[int
     padded = opened.files.shape(EMBEDDING)[0]
     config = RunConfig.model_validate(
         {
-            "model": {"path": opened.hf, "dtype": str(dtype).removeprefix("torch."), "vocab_multiple": padded},
+            "model": {"path": opened.hf, "dtype": dtype_name(dtype), "vocab_multiple": padded},
             "train": {"steps": 1},
             "environment": {"name": "none"},
         }
@@ -47,3 +50,14 @@ def checkpoint_logprobs(opened: OpenedCheckpoint, prompts: Sequence[Sequence[int
             ]
     finally:
         destroy()
+
+
+def load_weights(chunks: Sequence[GPTModel], path: Path) -> None:
+    """Fill ``chunks``, of any layout, with the weights of the checkpoint in ``path``; collective over all ranks."""
+    wanted = {
+        f"model{number}": {k: v for k, v in chunk.sharded_state_dict().items() if not k.endswith("_extra_state")}
+        for number, chunk in enumerate(chunks)
+    }
+    state = dist_checkpointing.load(wanted, str(path))
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"model{number}"], strict=False)  # extra states are not parameters

@@ -10,14 +10,20 @@ W_i = G_i^T A_i, from which |g_i|^2 += |W_i|^2 (never scaled by w, R or std). Wh
 
 What is recorded belongs to one pack, so several packs may be in flight in a pipeline.
 
-    score_state    the pack's record, and whose rows a layer sees      score_linear   matrices
-    score_vectors  norms and the embedding                             score_experts  dispatched tokens
-    score_tied     the cross term of tied embeddings                score_alone    other layers, a trajectory at a time
+    pack_scores  the pack's record, and which trajectory a row belongs to     linear   matrices
+    vectors      norms and the embedding                                      experts  dispatched tokens
+    tied         the cross term of tied embeddings
+
+A parameter of any other layer takes the per-sample fallback: one trajectory a micro-batch. The gradient that autograd
+finds for it there is that trajectory's own; a hook takes it, records its norm, and hands it to ``weight_gradients``
+like any other, and what autograd adds to the gradient buffer is zeros. Exact where a rank sees the whole trajectory and
+nothing of another one; any other layout is refused.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,16 +31,15 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from torch import Tensor
+from torch.nn import Parameter
 
 from ..megatron.layers import RMSNorm
 from ..megatron.parallel import Parallel
 from .experts import ExpertOwners, attach_dispatcher
 from .linear import attach_linear, attach_router, attach_shared_gate
-from .pack_scores import PackScores, ScoreSwitch
-from .per_sample import alone_problem, attach_alone
+from .pack_scores import ScoreSwitch
 from .vectors import attach_embedding, attach_norm
-
-__all__ = ["Attached", "PackScores", "ScoreSwitch", "UnsupportedLayer", "attach"]
 
 _EXPERT = re.compile(r"(.+)\.experts\.local_experts\.(\d+)\..+")
 
@@ -46,11 +51,20 @@ class UnsupportedLayer(RuntimeError):
 @dataclass(frozen=True)
 class Attached:
     """parameters  under the names by which ``WeightGradients`` knows them
-    alone          names of those that need one trajectory a micro-batch
+    per_sample     names of those that need one trajectory a micro-batch
     """
 
-    parameters: dict[str, torch.nn.Parameter]
-    alone: tuple[str, ...]
+    parameters: dict[str, Parameter]
+    per_sample: tuple[str, ...]
+
+
+def attach_chunks(
+    chunks: Sequence[torch.nn.Module], switch: ScoreSwitch, parallel: Parallel, *, tied: bool
+) -> Attached:
+    """``attach`` every chunk of a model."""
+    attached = [attach(chunk, switch, parallel, prefix=f"{i}.", tied=tied) for i, chunk in enumerate(chunks)]
+    parameters = {name: parameter for one in attached for name, parameter in one.parameters.items()}
+    return Attached(parameters, tuple(name for one in attached for name in one.per_sample))
 
 
 def attach(model: torch.nn.Module, switch: ScoreSwitch, parallel: Parallel, *, prefix: str, tied: bool) -> Attached:
@@ -70,11 +84,11 @@ def attach(model: torch.nn.Module, switch: ScoreSwitch, parallel: Parallel, *, p
         for name, parameter in module.named_parameters(recurse=False)
         if not (isinstance(module, RowParallelLinear) and name == "bias")
     }
-    alone = {name: parameter for name, parameter in parameters.items() if id(parameter) not in handled}
-    if alone and (problem := alone_problem(list(alone.values()), parallel)):
-        raise UnsupportedLayer(f"no exact per-trajectory gradient for {', '.join(alone)}: {problem}")
-    for name, parameter in alone.items():
-        attach_alone(parameter, name, switch)
+    others = {name: parameter for name, parameter in parameters.items() if id(parameter) not in handled}
+    if others and (problem := _per_sample_problem(list(others.values()), parallel)):
+        raise UnsupportedLayer(f"no exact per-trajectory gradient for {', '.join(others)}: {problem}")
+    for name, parameter in others.items():
+        _attach_per_sample(parameter, name, switch)
     owners = {}
     for path, module in model.named_modules():
         if isinstance(module, MoELayer):
@@ -100,12 +114,41 @@ def attach(model: torch.nn.Module, switch: ScoreSwitch, parallel: Parallel, *, p
             attach_shared_gate(module, switch, names, parallel.tensor_group)
         else:
             attach_router(module, switch, names, parallel.tensor_group)
-    return Attached(parameters, tuple(alone))
+    return Attached(parameters, tuple(others))
 
 
 def _is_separable(module: torch.nn.Module) -> bool:
-    """A module that one of the four ways serves. A router with a bias is not: the gate has none."""
+    """A module of one of the four kinds. A router with a bias is not: the gate has none."""
     if isinstance(module, TopKRouter):
         return module.bias is None
     kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, RMSNorm, SharedExpertMLP)
     return isinstance(module, kinds)
+
+
+def _per_sample_problem(parameters: Sequence[Parameter], parallel: Parallel) -> str:
+    """Why one trajectory a micro-batch does not make the gradients of ``parameters`` exact; "" where it does."""
+    if parallel.context_size > 1:
+        return f"parallel.context = {parallel.context_size} splits a trajectory over ranks"
+    if parallel.expert_data_size > 1:
+        return "parallel.expert > 1 brings tokens of several trajectories to an expert"
+    whole = [p for p in parameters if not getattr(p, "tensor_model_parallel", False)]
+    if parallel.tensor_size > 1 and whole:
+        return f"parallel.tensor = {parallel.tensor_size}: whether ranks hold copies or summands of it is not known"
+    return ""
+
+
+def _attach_per_sample(parameter: Parameter, name: str, switch: ScoreSwitch) -> None:
+    """The per-sample fallback of ``parameter`` while ``switch.current`` is set."""
+
+    def record(gradient: Tensor) -> Tensor | None:
+        scores = switch.current
+        if scores is None:
+            return None  # a plain backward
+        if scores.pack.samples:
+            assert len(scores.pack.step_samples) == 1, "one trajectory a micro-batch"
+            own = gradient.detach().float()
+            scores.owned[scores.own] += torch.linalg.vector_norm(own).double().square()
+            scores.gradients.vector(scores, name, parameter, own[None])
+        return torch.zeros_like(gradient)
+
+    parameter.register_hook(record)

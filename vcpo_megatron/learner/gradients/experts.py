@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pack_scores import PackScores, ScoreSwitch, Tokens
+from .pack_scores import PackScores, ScoreSwitch, TokenShards
 
 
 class ExpertOwners:
@@ -24,16 +24,16 @@ class ExpertOwners:
     def __init__(self) -> None:
         self._ids: tuple[Tensor, ...] = ()
         self._scores: PackScores | None = None
-        self._tokens: dict[int, Tokens] = {}
+        self._tokens: dict[int, TokenShards] = {}
 
     def dispatched(self, scores: PackScores, ids: tuple[Tensor, ...]) -> None:
         """A call of the layer starts: ids int64 [rows of the expert], one tensor a local expert."""
         self._ids, self._scores, self._tokens = ids, scores, {}
 
-    def tokens_of(self, expert: int) -> Callable[[PackScores], Tokens]:
+    def tokens_of(self, expert: int) -> Callable[[PackScores], TokenShards]:
         """For ``attach_linear``: rows of one local expert."""
 
-        def tokens(scores: PackScores) -> Tokens:
+        def tokens(scores: PackScores) -> TokenShards:
             assert scores is self._scores, "an expert runs in the call that dispatched its tokens"
             if expert not in self._tokens:
                 self._tokens[expert] = scores.expert_tokens(self._ids[expert])
@@ -43,7 +43,7 @@ class ExpertOwners:
 
 
 def attach_dispatcher(dispatcher: Any, switch: ScoreSwitch, owners: ExpertOwners) -> None:
-    """Make the dispatcher tell ``owners`` whose tokens it brings to which expert."""
+    """Make the dispatcher record in ``owners`` which trajectories' tokens it brings to which expert."""
     original = dispatcher.dispatch_preprocess
 
     def dispatch_preprocess(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Any:

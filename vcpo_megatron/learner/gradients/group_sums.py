@@ -35,13 +35,14 @@ class _GroupInFlight:
     """One group from its first backward on this rank to its last.
 
     norms   this rank's shares of |g_i|^2 by pack, in the order of the packs
+    index   numbers in the batch of the samples, in the same order
     scores  of every pack and chunk
     """
 
     backwards_left: int
     accumulator: Accumulator
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
-    rows: list[int] = field(default_factory=list)
+    index: list[int] = field(default_factory=list)
     scores: list[PackScores] = field(default_factory=list)
 
 
@@ -55,7 +56,7 @@ class _Pending:
     work: dist.Work | None
 
 
-#: Called once a group on every rank of the replica with (group, rows of the batch, |g_i| float64 [n]).
+#: Called once a group on every rank of the replica with (group, its samples' numbers in the batch, |g_i| float64 [n]).
 Found = Callable[[int, Sequence[int], torch.Tensor], torch.Tensor]
 
 
@@ -78,17 +79,17 @@ def accumulators_needed(stage: int, packs_per_group: int, window: int) -> int:
 class GroupNorms:
     """|g_i| of every group of a step, on every rank of the replica: the part that all modes share.
 
-    parameters  name -> parameter, names as in ``score_gradients.attach``
+    parameters  name -> parameter, names as in ``attach``
     chunks      model chunks of this rank: as many backwards a pack
-    found       returns what the mode needs of a group whose norms are known
-    Alone, this is the first of two passes: nothing is kept and nobody waits before the end.
+    By itself, this is the first of two passes: nothing is kept and nobody waits before the end.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, found: Found) -> None:
+    _found: Found  # of the step at hand
+
+    def __init__(self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel) -> None:
         self._parameters = dict(parameters)
         self._chunks = chunks
         self._parallel = parallel
-        self._found = found
         self._gradients: WeightGradients = NormsOnly()
         self._packs: dict[int, int] = {}
         self._open: dict[int, _GroupInFlight] = {}
@@ -104,8 +105,10 @@ class GroupNorms:
         """Squared error and squared size of what the step accumulated in less than fp32."""
         return 0.0, 0.0
 
-    def start_step(self, packs: Sequence[Pack]) -> None:
-        """Announce the packs of the step in the order of their backward."""
+    def start_step(self, packs: Sequence[Pack], found: Found) -> None:
+        """Announce the packs of the step in the order of their backward. ``found`` returns what the mode needs of a
+        group whose norms are known."""
+        self._found = found
         self._pending.clear()
         self._open.clear()
         self._packs = {}
@@ -129,12 +132,13 @@ class GroupNorms:
             group.norms[id(pack)] += share
         else:
             group.norms[id(pack)] = share
-            group.rows += pack.step_index
+            group.index += pack.step_index
         group.backwards_left -= 1
         if group.backwards_left == 0:
             total = torch.cat(list(group.norms.values()))
-            alone = dist.get_world_size(self._parallel.statistics_group) == 1
-            work = None if alone else dist.all_reduce(total, group=self._parallel.statistics_group, async_op=True)
+            ranks, work = self._parallel.statistics_group, None
+            if dist.get_world_size(ranks) > 1:
+                work = dist.all_reduce(total, group=ranks, async_op=True)
             self._pending.append(_Pending(number, group, total, work))
             del self._open[number]
 
@@ -161,21 +165,19 @@ class GroupNorms:
     def _wait(self, pending: _Pending) -> torch.Tensor:
         if pending.work is not None:
             pending.work.wait()
-        return self._found(pending.number, pending.group.rows, pending.total.sqrt())
+        return self._found(pending.number, pending.group.index, pending.total.sqrt())
 
 
 class _Bounded(GroupNorms):
     """Groups in flight hold memory: at most ``limit`` of them; None: what hides the latency."""
 
-    def __init__(
-        self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, found: Found, limit: int | None
-    ) -> None:
-        super().__init__(parameters, chunks, parallel, found)
+    def __init__(self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, limit: int | None) -> None:
+        super().__init__(parameters, chunks, parallel)
         self._configured_limit = limit
         self._limit = 1
 
-    def start_step(self, packs: Sequence[Pack]) -> None:
-        super().start_step(packs)
+    def start_step(self, packs: Sequence[Pack], found: Found) -> None:
+        super().start_step(packs, found)
         fewest = min(self._packs.values(), default=1)
         window = self._parallel.pipeline_size if self._chunks > 1 else 1
         needed = accumulators_needed(self._parallel.pipeline_rank, fewest, window)
@@ -203,11 +205,10 @@ class OpobSums(_Bounded):
         parameters: Mapping[str, Parameter],
         chunks: int,
         parallel: Parallel,
-        found: Found,
         limit: int | None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(parameters, chunks, parallel, found, limit)
+        super().__init__(parameters, chunks, parallel, limit)
         self._gradients = Accumulate()
         self._dtype = dtype
         self._free: list[Accumulator] = []
@@ -222,11 +223,11 @@ class OpobSums(_Bounded):
     def accumulator_error(self) -> tuple[float, float]:
         return self._error
 
-    def start_step(self, packs: Sequence[Pack]) -> None:
-        left = [pending.group for pending in self._pending] + list(self._open.values())
-        self._free += [group.accumulator for group in left]  # by a step that failed
+    def start_step(self, packs: Sequence[Pack], found: Found) -> None:
+        unfinished = [pending.group for pending in self._pending] + list(self._open.values())
+        self._free += [group.accumulator for group in unfinished]  # of a step that was aborted
         self._error = (0.0, 0.0)
-        super().start_step(packs)
+        super().start_step(packs, found)
 
     def finish_step(self, buckets: Sequence[Bucket]) -> None:
         """The last correction goes bucket by bucket: the reduction of each starts as soon as it is final."""
@@ -273,18 +274,16 @@ class OpobSums(_Bounded):
 
 
 class DeferredGradients(_Bounded):
-    """``deferred``: no sum at all. ``found`` gives the final coefficient of every row, and the gradient is formed."""
+    """``deferred``: no sum at all. ``found`` gives the final coefficients of a group's samples."""
 
-    def __init__(
-        self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, found: Found, limit: int | None
-    ) -> None:
-        super().__init__(parameters, chunks, parallel, found, limit)
+    def __init__(self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel, limit: int | None) -> None:
+        super().__init__(parameters, chunks, parallel, limit)
         self._gradients = Deferred()
 
     def _finish(self, group: _GroupInFlight, found: torch.Tensor) -> None:
-        place = {row: i for i, row in enumerate(group.rows)}
+        place = {sample: i for i, sample in enumerate(group.index)}
         for scores in group.scores:
-            final = found[[place[row] for row in scores.pack.step_index]]
+            final = found[[place[sample] for sample in scores.pack.step_index]]
             for apply in scores.kept:
                 apply(final)
             scores.kept.clear()

@@ -13,7 +13,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.nn import Parameter
 
-from .pack_scores import PackScores, ScoreSwitch, Tokens, gather_rows
+from .pack_scores import PackScores, ScoreSwitch, TokenShards, gather_rows
 from .tied import send_tied_rows
 
 
@@ -26,7 +26,7 @@ class LinearCall:
     """
 
     scores: PackScores
-    tokens: Tokens
+    tokens: TokenShards
     weight_name: str
     weight: Parameter
     bias_name: str | None
@@ -79,9 +79,9 @@ def attach_linear(
     group: dist.ProcessGroup,
     *,
     is_tied_output: bool,
-    tokens: Callable[[PackScores], Tokens],
+    tokens: Callable[[PackScores], TokenShards],
 ) -> None:
-    """Column- or row-parallel; ``tokens`` says whose rows the layer sees in the call at hand."""
+    """Column- or row-parallel; ``tokens`` gives the trajectories of the rows of the call at hand."""
     original = module._forward_impl
 
     def forward(

@@ -1,7 +1,7 @@
-"""What one pack's backward needs and finds on this rank: ``PackScores``; and which rows belong to whom.
+"""What one pack's backward needs and finds on this rank: ``PackScores``; and which rows belong to which trajectory.
 
 A row of a layer's input or output gradient is a token, and belongs to one trajectory of the micro-step.
-``Tokens`` says to which, for the rows of this rank and for those of all ranks that hold other tokens of the
+``TokenShards`` says to which, for the rows of this rank and for those of all ranks that hold other tokens of the
 same trajectories and the same copy of the parameter (context parallelism; sequence parallelism for a
 router): only together do they have the trajectory's whole weight gradient.
 """
@@ -57,8 +57,8 @@ class TokenRows:
         return torch.where(outside, len(self.ids), position)
 
 
-class Tokens:
-    """Rows that this rank holds, and those of all ranks of ``group`` (None: of this rank alone)."""
+class TokenShards:
+    """Rows that this rank holds, and those of all ranks of ``group`` (None: of this rank only)."""
 
     def __init__(self, local: TokenRows, group: dist.ProcessGroup | None, whole: TokenRows | None = None) -> None:
         self.local = local
@@ -153,7 +153,7 @@ class Coefficients:
 
 @dataclass
 class PackScores:
-    """This rank's share of one pack's backward. Trajectories are numbered over the micro-step (``Pack.step_rows``).
+    """This rank's share of one pack's backward. Trajectories are numbered over the micro-step (``Pack.step_samples``).
 
     gradients            what becomes of weight gradients; set before the backward, like the next two
     coefficients         r and q
@@ -161,7 +161,7 @@ class PackScores:
     kept                 functions of the final coefficients [n] that finish the gradient, where it is deferred
     owned                float64 [n]: squared norms of which this rank alone holds its share
     tied                 rows of the output layer's gradient that the embedding's will meet, where they are one
-    sends                messages under way to other stages, with what they hold
+    sends                messages in flight to other stages, with what they hold
     """
 
     pack: Pack
@@ -180,16 +180,16 @@ class PackScores:
 
     @property
     def n(self) -> int:
-        return len(self.pack.step_rows)
+        return len(self.pack.step_samples)
 
     @property
     def own(self) -> slice:
         """Numbers of the trajectories whose tokens this rank holds."""
-        return slice(self.pack.offset, self.pack.offset + len(self.pack.rows))
+        return slice(self.pack.offset, self.pack.offset + len(self.pack.samples))
 
     def _numbered(self, segments: Tensor) -> Tensor:
         """Segments of the pack -> trajectories of the micro-step."""
-        return torch.where(segments < len(self.pack.rows), segments + self.pack.offset, self.n)
+        return torch.where(segments < len(self.pack.samples), segments + self.pack.offset, self.n)
 
     @cached_property
     def dense(self) -> Tensor:
@@ -209,26 +209,26 @@ class PackScores:
         return self._numbered(self.pack.all_segments)
 
     @cached_property
-    def dense_tokens(self) -> Tokens:
+    def dense_tokens(self) -> TokenShards:
         """Rows of a linear layer of the dense part."""
         edges = self.pack.boundaries
         lengths = [end - start for start, end in zip(edges, edges[1:], strict=False)]
         before, after = [0] * self.pack.offset, [0] * (self.n - self.pack.offset - len(lengths))
         local = TokenRows(self.dense, self.n, [*before, *lengths, *after])
         if self.parallel.context_size == 1:
-            return Tokens(local, None)
-        return Tokens(local, self.parallel.context_group, TokenRows(self.every, self.n))
+            return TokenShards(local, None)
+        return TokenShards(local, self.parallel.context_group, TokenRows(self.every, self.n))
 
     @cached_property
-    def router_tokens(self) -> Tokens:
+    def router_tokens(self) -> TokenShards:
         """Rows of a router, which sees the tokens outside of tensor-parallel regions."""
         if not self.parallel.sequence_parallel:
             return self.dense_tokens
-        return Tokens(TokenRows(self.sequence, self.n), self.parallel.tensor_context_group)
+        return TokenShards(TokenRows(self.sequence, self.n), self.parallel.tensor_context_group)
 
-    def expert_tokens(self, ids: Tensor) -> Tokens:
+    def expert_tokens(self, ids: Tensor) -> TokenShards:
         """Rows that the dispatcher brought to one expert, given their trajectories."""
-        return Tokens(TokenRows(ids, self.n), self.parallel.expert_split_group)
+        return TokenShards(TokenRows(ids, self.n), self.parallel.expert_split_group)
 
     def add_vector(self, name: str, parameter: torch.nn.Parameter, rows: Tensor, ids: Tensor, kind: str) -> None:
         """Gradient of a vector parameter from its per-token gradients ``rows`` [R, d] of trajectories ``ids`` [R].
@@ -250,7 +250,7 @@ class PackScores:
             "partial": parallel.tensor_context_group,
         }
         for kind, vectors in self._vectors.items():
-            if not vectors or not self.pack.rows:
+            if not vectors or not self.pack.samples:
                 continue
             whole = torch.cat(vectors, dim=1)
             if dist.get_world_size(groups[kind]) > 1:

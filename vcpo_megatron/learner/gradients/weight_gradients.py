@@ -1,7 +1,7 @@
-"""What becomes of one layer's weight gradients, trajectory by trajectory: three exact ways.
+"""What becomes of one layer's weight gradients, trajectory by trajectory: three exact modes.
 
 With G_i, A_i the output gradients and inputs of trajectory i's tokens, W_i = G_i^T A_i is its share of the
-weight gradient. Its squared norm is found in one of two ways, whichever costs less:
+weight gradient. Its squared norm is found by the cheaper of two methods:
 
     explicit   form W_i and square it           2 T d_in d_out FLOPs
     Gram       <A_i A_i^T, G_i G_i^T>           T^2 (d_in + d_out) FLOPs, by the lower triangle
@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..megatron import platform
-from ..megatron.kernels import add_product
+from ..megatron.platform import add_product
 
 if TYPE_CHECKING:
-    from .pack_scores import PackScores, Tokens
+    from .pack_scores import PackScores, TokenShards
 
 #: FLOPs of a matrix product in the time of one pass (read, scale, add) over one fp32 element. Measured on a
 #: CPU core, in blocks: 30. An H100-class GPU by its data sheet (12 bytes at 3.3 TB/s, 400 TFLOP/s): about 1,500.
@@ -71,10 +71,11 @@ class Accumulator(dict[str, Tensor]):
 
 
 class WeightGradients(Protocol):
-    """One of the three ways. ``tokens`` says whose rows a layer sees; squared norms go to ``scores.owned``."""
+    """One of the three modes. ``tokens`` gives the trajectories of a layer's rows; squared norms go to
+    ``scores.owned``."""
 
     def matrix(
-        self, scores: PackScores, tokens: Tokens, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
+        self, scores: PackScores, tokens: TokenShards, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
     ) -> None:
         """A linear weight [d_out, d_in] from inputs [R, d_in] and grads [R, d_out]."""
 
@@ -102,13 +103,14 @@ def crossover(d_in: int, d_out: int) -> int:
     return d_in * d_out // (d_in + d_out)
 
 
-def accumulate_limit(d_in: int, d_out: int, *, shared: bool = False) -> int:
+def accumulate_limit(d_in: int, d_out: int, pass_flops: int, *, shared: bool = False) -> int:
     """Longest trajectory whose norm is taken by Gram matrices while sums are accumulated.
 
-    An explicit W_i costs three passes over its elements. Against it stand a second product over the tokens, for
-    S_g, or, where trajectories share rewards (``shared``), the T^2 (d_in + d_out) FLOPs of the Gram product alone.
+    An explicit W_i costs three passes over its elements, of ``pass_flops`` each. Against it stand a second product over
+    the tokens, for S_g, or, where trajectories share rewards (``shared``), the T^2 (d_in + d_out) FLOPs of the Gram
+    product only.
     """
-    passes, edge = 3 * constants(gpu=platform.has_gpu())[0], crossover(d_in, d_out)
+    passes, edge = 3 * pass_flops, crossover(d_in, d_out)
     return min(edge, math.isqrt(passes * edge) if shared else passes // 2)
 
 
@@ -146,20 +148,20 @@ def _scaled(grads: Tensor, factors: Tensor, inputs: Tensor) -> tuple[Tensor, Ten
     return grads, (inputs.float() * factors[:, None]).to(inputs.dtype)
 
 
-def add_gram_norms(scores: PackScores, tokens: Tokens, limit: int, inputs: Tensor, grads: Tensor) -> None:
+def add_gram_norms(scores: PackScores, tokens: TokenShards, limit: int, inputs: Tensor, grads: Tensor) -> None:
     """Add |W_i|^2 of trajectories of at most ``limit`` tokens without forming W_i.
 
     Where ranks hold different tokens of a trajectory, every rank multiplies its rows with all of them.
     """
-    alone, batched = tokens.group is None, constants(gpu=platform.has_gpu())[1]
-    buckets = tokens.buckets(min(limit, batched) if alone else limit)
+    one_rank, batched = tokens.group is None, constants(gpu=platform.has_gpu())[1]
+    buckets = tokens.buckets(min(limit, batched) if one_rank else limit)
     if buckets:
         all_inputs, all_grads = tokens.gather(inputs), tokens.gather(grads)
         for members, local, whole in buckets:
             gram = _product(_picked(inputs, local), _picked(all_inputs, whole).transpose(1, 2))
             gram *= _product(_picked(grads, local), _picked(all_grads, whole).transpose(1, 2))
             scores.owned.index_add_(0, members, gram.sum((1, 2), dtype=torch.float64))
-    if alone:
+    if one_rank:
         for i, length in enumerate(tokens.whole.counts):
             if batched < length <= limit:
                 rows = tokens.local.rows(i)
@@ -186,7 +188,7 @@ def _triangular_gram(a: Tensor, g: Tensor) -> Tensor:
     return total
 
 
-def _whole(scores: PackScores, tokens: Tokens, i: int, inputs: Tensor, grads: Tensor) -> Tensor:
+def _whole(scores: PackScores, tokens: TokenShards, i: int, inputs: Tensor, grads: Tensor) -> Tensor:
     """This rank's summand of W_i [d_out, d_in], fp32; the squared norm of the whole is recorded."""
     rows = tokens.local.rows(i)
     w = _product(grads[rows].t(), inputs[rows])
@@ -201,7 +203,7 @@ def _blocks(d_out: int, d_in: int) -> list[slice]:
 
 
 def _in_blocks(
-    scores: PackScores, tokens: Tokens, members: Sequence[int], inputs: Tensor, grads: Tensor
+    scores: PackScores, tokens: TokenShards, members: Sequence[int], inputs: Tensor, grads: Tensor
 ) -> Iterator[tuple[slice, Iterator[tuple[int, Tensor]]]]:
     """Blocks of rows, and (i, W_i[rows]) of all ``members`` in each; all of it is to be taken.
 
@@ -230,14 +232,14 @@ def _block(
         yield i, w
 
 
-def _split(tokens: Tokens, limit: int) -> tuple[list[int], list[int]]:
+def _split(tokens: TokenShards, limit: int) -> tuple[list[int], list[int]]:
     """Trajectories of at most ``limit`` tokens, and longer ones; none without tokens."""
     counts = tokens.whole.counts
     short = [i for i, count in enumerate(counts) if 0 < count <= limit]
     return short, [i for i, count in enumerate(counts) if count > limit]
 
 
-def _rows_of(tokens: Tokens, members: Sequence[int], *values: Tensor) -> list[Tensor]:
+def _rows_of(tokens: TokenShards, members: Sequence[int], *values: Tensor) -> list[Tensor]:
     """This rank's rows of ``members``; the tensors themselves where these are all rows."""
     if sum(tokens.local.counts[i] for i in members) == len(values[0]):
         return list(values)
@@ -253,7 +255,7 @@ class Accumulate:
     """r_i W_i into the main gradient and q_i W_i into the group's accumulator, in the backward."""
 
     def matrix(
-        self, scores: PackScores, tokens: Tokens, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
+        self, scores: PackScores, tokens: TokenShards, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
     ) -> None:
         assert scores.coefficients is not None
         r, q = scores.coefficients.gradient, scores.coefficients.sums
@@ -262,7 +264,9 @@ class Accumulate:
         classes = scores.coefficients.by_ratio
         shared = classes is not None and 2 * len(classes) <= scores.n
         # where W_i must be reduced over ranks, its size against that of the rows decides
-        limit = crossover(d_in, d_out) if tokens.group else accumulate_limit(d_in, d_out, shared=shared)
+        limit = crossover(d_in, d_out)
+        if tokens.group is None:
+            limit = accumulate_limit(d_in, d_out, constants(gpu=platform.has_gpu())[0], shared=shared)
         short, long = _split(tokens, limit)
         if short:
             add_gram_norms(scores, tokens, limit, inputs, grads)
@@ -314,7 +318,7 @@ class NormsOnly:
     """Nothing but norms: the first of two passes."""
 
     def matrix(
-        self, scores: PackScores, tokens: Tokens, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
+        self, scores: PackScores, tokens: TokenShards, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
     ) -> None:
         limit = crossover(inputs.shape[1], grads.shape[1])
         short, long = _split(tokens, limit)
@@ -335,7 +339,7 @@ class Deferred:
     """Keeps what the gradient needs in ``scores.kept``: functions of the final coefficients [n]."""
 
     def matrix(
-        self, scores: PackScores, tokens: Tokens, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
+        self, scores: PackScores, tokens: TokenShards, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
     ) -> None:
         limit = crossover(inputs.shape[1], grads.shape[1])
         main = main_gradient(weight)

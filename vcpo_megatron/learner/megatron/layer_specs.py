@@ -3,10 +3,10 @@
     model.transformer_impl   matrices     local               Megatron's, whose gradients are separated in a pack
                                           transformer_engine  TransformerEngine's, unfused: one trajectory a micro-batch
     model.core_attention     attention    torch               ours, over packs (``layers.PackedAttention``)
-                                          transformer_engine  its fused kernels, told of packs as "thd" with boundaries
+                                          transformer_engine  its fused kernels, over packs as "thd" with boundaries
                              norms        ours in every case
 
-TransformerEngine's linear layers are of a kind that ``score_gradients`` does not know, so ``score_alone`` takes them.
+TransformerEngine's linear layers are of a kind that ``gradients.attach`` does not know: its fallback serves them.
 Its attention has no parameters: any choice of it leaves packs as they are.
 """
 

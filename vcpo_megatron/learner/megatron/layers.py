@@ -14,7 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from ..batch.packing import Layout
+from ..batch.packing import PackLayout
 
 
 class RMSNorm(nn.Module):
@@ -99,7 +99,7 @@ class PackedAttention(MegatronModule):
         return distance >= 0 if self._window is None else (distance >= 0) & (distance < self._window)
 
     def _over_ranks(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-        """``lengths``: of the trajectories on this rank, two chunks each; see ``packing.Layout``."""
+        """``lengths``: of the trajectories on this rank, two chunks each; see ``packing.PackLayout``."""
         ranks, rank = self._ranks, dist.get_rank(self._group)
         gathered = [
             gather_from_sequence_parallel_region(z.contiguous(), tensor_parallel_output_grad=True, group=self._group)
@@ -128,7 +128,7 @@ class PackParams(PackedSeqParams):
     lengths: list[int]
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device) -> PackParams:
+    def of(cls, layout: PackLayout, device: torch.device) -> PackParams:
         cumulative = torch.tensor([0, *itertools.accumulate(layout.lengths)], dtype=torch.int32, device=device)
         longest = max(layout.lengths)
         params = cls(

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from ...config.schema import RunConfig
+from ...conversion.dtypes import torch_dtype
 from ...conversion.families.registry import Family, ModelShape, open_model
 from ...conversion.hf import HFFolder
 from ...conversion.shards import load_shard, unconsumed
@@ -28,12 +29,10 @@ from .layer_specs import block_spec, engine_options
 from .parallel import Parallel
 from .rope import attention_scale, inverse_frequencies
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfig:
     """Megatron's configuration of the model in the run's layout."""
-    dtype = _DTYPES[config.model.dtype]
+    dtype = torch_dtype(config.model.dtype)
     kind = TransformerConfig if shape.latent is None else MLATransformerConfig
     return kind(
         num_layers=shape.num_layers,
@@ -166,18 +165,13 @@ def global_name(chunk: GPTModel, name: str) -> str:
     return ".".join(parts)
 
 
-def describe(config: RunConfig) -> tuple[HFFolder, Family, ModelShape]:
-    """The run's model folder, its family and its shape; one clear error for what is not supported."""
-    folder = HFFolder(config.model.path)
-    return folder, *open_model(folder.config)
-
-
 def build_model(config: RunConfig, parallel: Parallel, *, load: bool) -> tuple[list[GPTModel], Family, ModelShape]:
     """This rank's part of the model, one chunk a virtual stage; ``load`` reads its weights from ``model.path``."""
-    folder, family, shape = describe(config)
+    folder = HFFolder(config.model.path)
+    family, shape = open_model(folder.config)
     chunks = build_network(config, parallel, family, shape)
     if load:
-        if parallel.rank == 0:  # tensors that the model does not have would be ignored without a word
+        if parallel.rank == 0:  # tensors that the model does not have are not read
             for name, reason in unconsumed(folder, family, shape).items():
                 print(f"{folder.path}: {name} is not loaded: {reason}", flush=True)
         for chunk in chunks:
@@ -228,7 +222,7 @@ def named_weights(chunk: GPTModel) -> dict[str, Tensor]:
 
 
 def _mark_tensor_parallel(model: GPTModel, family: Family) -> None:
-    """Tell Megatron which parameters are cut; it does so itself only where it draws random weights.
+    """Mark the parameters that tensor parallelism cuts; Megatron does so itself only where it draws random weights.
 
     Without the mark its gradient norm would count the shards of other ranks as copies.
     """

@@ -2,30 +2,29 @@
 
 Ranks that work on the same trajectories, or on the same experts at the same time, form a replica:
 
-    replica     TP x CP x PP x spread ranks; a group's trajectories live on one replica
-    spread      data-parallel ranks of one replica; 1 without expert parallelism. Experts hold tokens of
-                all of them, so all of them work on the same group in the same micro-step.
+    replica      TP x CP x PP x expert-data ranks; a group's trajectories live on one replica
+    expert-data  data-parallel ranks of one replica; 1 without expert parallelism. Experts hold tokens of
+                 all of them, so all of them work on the same group in the same micro-step.
+                 (Not Megatron's expert-data-parallel group, whose ranks hold the same experts.)
 
     command     gloo, all ranks: commands and batches from rank 0, agreed numbers (CPU tensors)
     statistics  the replica's ranks: squared gradient norms of a group are summed here
-    replica     gloo, the same ranks: whether a step is left between two micro-batches
+    replica     gloo, the same ranks: whether a step is aborted between two micro-batches
     pipeline    (copies of it) from the last stage to each earlier one: l_i, before that pack's backward; and
                 rows of the output layer's gradient to the first stage where it is tied to the embedding
-    spread      l_i of one micro-step
+    expert-data  l_i of one micro-step
     expert_split  ranks of the replica that hold the same experts and different tokens
 """
 
 from __future__ import annotations
 
 import datetime
-import gc
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
-from torch.distributed import distributed_c10d
 
 from ...config.schema import RunConfig
 from ..batch.packing import Share
@@ -47,10 +46,9 @@ class Parallel:
     virtual_size: int
     data_rank: int
     data_size: int
-    expert_rank: int
     expert_tensor_rank: int
     expert_tensor_size: int
-    spread_size: int
+    expert_data_size: int
     sequence_parallel: bool
     tensor_group: dist.ProcessGroup
     context_group: dist.ProcessGroup
@@ -63,7 +61,7 @@ class Parallel:
     is_first_of_replica: bool
     log_ratio_group: dist.ProcessGroup
     tied_group: dist.ProcessGroup
-    spread_group: dist.ProcessGroup
+    expert_data_group: dist.ProcessGroup
     expert_split_group: dist.ProcessGroup
 
     @property
@@ -79,25 +77,21 @@ class Parallel:
         return f"{self.world_size} ranks: " + ", ".join(f"{name} {size}" for name, size in sizes.items())
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pipeline_rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
     def replica(self) -> int:
         """Number of this rank's replica."""
-        return self.data_rank // self.spread_size
+        return self.data_rank // self.expert_data_size
 
     @property
     def replicas(self) -> int:
-        return self.data_size // self.spread_size
+        return self.data_size // self.expert_data_size
 
     @property
-    def spread_rank(self) -> int:
-        return self.data_rank % self.spread_size
+    def expert_data_rank(self) -> int:
+        return self.data_rank % self.expert_data_size
 
     @property
     def share(self) -> Share:
@@ -110,7 +104,7 @@ class Parallel:
         return self.pipeline_size if self.virtual_size > 1 else 1
 
     @property
-    def speaks_for_trajectories(self) -> bool:
+    def reports_trajectories(self) -> bool:
         """True on one rank a data-parallel rank: the one that reports what all that share its packs agree on."""
         return self.tensor_rank == 0 and self.context_rank == 0 and self.is_last_stage
 
@@ -137,13 +131,13 @@ def initialize(config: RunConfig) -> Parallel:
     tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed + 1)
     rank, world = dist.get_rank(), dist.get_world_size()
     dense = chosen.tensor * chosen.context
-    block = dense * config.spread  # neighbours, in Megatron's order of ranks
+    block = dense * config.expert_data_size  # neighbours, in Megatron's order of ranks
     stage = world // chosen.pipeline
     first = rank % stage // block * block
     in_stage = range(first, first + block)
     replica = tuple(s * stage + r for s in range(chosen.pipeline) for r in in_stage)
     own_stage = rank // stage * stage
-    spread = tuple(own_stage + r for r in in_stage if (r - rank) % dense == 0)
+    expert_data = tuple(own_stage + r for r in in_stage if (r - rank) % dense == 0)
     same_experts = set(dist.get_process_group_ranks(mpu.get_expert_data_parallel_group()))
     pipeline = tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
     return Parallel(
@@ -158,10 +152,9 @@ def initialize(config: RunConfig) -> Parallel:
         virtual_size=chosen.virtual_pipeline,
         data_rank=mpu.get_data_parallel_rank(),
         data_size=mpu.get_data_parallel_world_size(),
-        expert_rank=mpu.get_expert_model_parallel_rank(),
         expert_tensor_rank=mpu.get_expert_tensor_parallel_rank(),
         expert_tensor_size=chosen.expert_tensor,
-        spread_size=config.spread,
+        expert_data_size=config.expert_data_size,
         sequence_parallel=chosen.sequence_parallel and chosen.tensor > 1,
         tensor_group=mpu.get_tensor_model_parallel_group(),
         context_group=mpu.get_context_parallel_group(),
@@ -174,7 +167,7 @@ def initialize(config: RunConfig) -> Parallel:
         is_first_of_replica=rank == replica[0],
         log_ratio_group=_group_of(pipeline, timeout),  # of its own, so that l_i never mixes with activations
         tied_group=_group_of(pipeline, timeout),
-        spread_group=_group_of(spread, timeout),
+        expert_data_group=_group_of(expert_data, timeout),
         expert_split_group=_group_of(tuple(r for r in replica if r in same_experts), timeout),
     )
 
@@ -205,19 +198,6 @@ def agree_equal(value: float, name: str, parallel: Parallel) -> float:
     if pair[0] != value or pair[1] != -value:
         raise RuntimeError(f"{name} differ between ranks: {-pair[1].item()} to {pair[0].item()}")
     return value
-
-
-def leave_layout() -> None:
-    """Destroy every group of the layout but stay in the world, so that another layout can be built; on all ranks alike.
-
-    A gloo group owns threads that never sleep for long: groups that are merely forgotten slow the whole machine down.
-    """
-    mpu.destroy_model_parallel()
-    gc.collect()  # models and optimizers that are gone hold groups in cycles
-    if dist.is_initialized():
-        dist.barrier()  # a group goes when no rank talks over it any more
-        for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
-            dist.destroy_process_group(group)
 
 
 def destroy() -> None:

@@ -1,25 +1,36 @@
-"""The one place that knows whether the learner runs on GPUs (NCCL) or on CPUs (gloo).
+"""The one module that decides between GPUs (NCCL) and CPUs (gloo), and which fused GPU kernels are used.
 
-Megatron-core asks torch.cuda in many places. Where there is no GPU, ``install`` replaces those
-questions by plain CPU answers before any Megatron object is built; every replacement is an
-attribute of torch or of a Megatron module and has its reason beside it. With a GPU nothing is
-replaced, so the GPU path is Megatron's own.
+Megatron-core calls torch.cuda in many places. Where there is no GPU, ``prepare`` replaces those functions by CPU ones
+before any Megatron object is built; every replacement is an attribute of torch or of a Megatron module and has its
+reason beside it. With a GPU nothing is replaced, so the GPU path is Megatron's own.
+
+Fused kernels, of those that are installed:
+
+    Adam              Megatron takes TransformerEngine's or Apex's where it can import one; what cannot run here is
+                      hidden from it
+    weight gradients  Apex's kernel adds grads^T inputs to an fp32 gradient without a tensor of its size in between.
+                      Megatron's layers call it for a plain backward. Where a trajectory's gradient is separated it is
+                      ``add_product`` that does, on the gradient and on S_g alike
+
+A kernel that is found and not used is named in the log, with the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ...config.fused_kernels import find_kernels
-from .kernels import Kernels, choose_kernels, tell_megatron
+from ...config.fused_kernels import InstalledKernels, find_kernels
 
 _CPU = torch.device("cpu")
 
@@ -45,25 +56,6 @@ def runs_kernels() -> bool:
 
 
 @functools.cache
-def kernels() -> Kernels:
-    """The fused kernels that this rank uses; Megatron is told on the first call."""
-    chosen = choose_kernels(find_kernels(), can_run=runs_kernels())
-    with contextlib.nullcontext() if has_gpu() else _uncompiled():
-        return tell_megatron(chosen)
-
-
-@contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Megatron is imported within, and its fused functions stay plain Python. Nothing on CPUs calls for a compiler, and
-    ``torch.compile`` imports one, TorchInductor, as soon as it decorates: 800 modules of 3,200."""
-    compiled, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = compiled
-
-
-@functools.cache
 def prepare() -> None:
     """Bind this process to its GPU, or make Megatron run on CPUs. Call before Megatron is imported; once is enough."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
@@ -76,8 +68,8 @@ def prepare() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         return
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    _answer_for_cuda()
-    _mend_megatron()
+    _replace_cuda()
+    _patch_megatron()
 
 
 class _NullStream:
@@ -106,7 +98,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _answer_for_cuda() -> None:
+def _replace_cuda() -> None:
     cuda: Any = torch.cuda
     tensor: Any = torch.Tensor
     # device=torch.cuda.current_device(); synchronize and empty_cache are barriers of the device.
@@ -135,7 +127,7 @@ def _answer_for_cuda() -> None:
     tensor.type = cuda_type
 
 
-def _mend_megatron() -> None:
+def _patch_megatron() -> None:
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
@@ -183,3 +175,85 @@ def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., t
         return total.split(sizes)[group.rank()].clone()
 
     return scatter
+
+
+# --- fused kernels ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """adam: whose ("TransformerEngine", "Apex", "torch"). adds_products: weight gradients by Apex's kernel.
+
+    hidden  modules that would be imported and do not work
+    notes   lines for the log
+    """
+
+    adam: str
+    adds_products: bool
+    hidden: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def choose_kernels(installed: InstalledKernels, *, can_run: bool) -> Kernels:
+    """What to use of ``installed``; ``can_run``: on this device at all."""
+    notes = [f"{installed.apex_problem}: not used"] if installed.apex_problem else []
+    if can_run:
+        adam = installed.fused_adam
+        notes.append(f"Adam: {adam}'s, fused" if adam else "Adam: torch's; TransformerEngine and Apex are missing")
+        if installed.weight_gradients:
+            notes.append("weight gradients: added by Apex's kernel")
+        hidden = ("apex",) * bool(installed.apex_problem)
+        return Kernels(adam or "torch", installed.weight_gradients, hidden, tuple(notes))
+    names = {
+        "transformer_engine": installed.transformer_engine,
+        "apex": installed.apex != "none",
+        "fused_weight_gradient_mlp_cuda": installed.weight_gradients,
+    }
+    hidden = tuple(name for name, found in names.items() if found)
+    notes += [
+        f"{name} is installed and needs a GPU: not used"
+        for name in hidden
+        if name != "apex" or not installed.apex_problem
+    ]
+    return Kernels("torch", False, hidden, tuple(notes))
+
+
+def _configure_megatron(kernels: Kernels) -> Kernels:
+    """Make Megatron use ``kernels``, before it is imported. Returns what it really uses."""
+    for module in kernels.hidden:
+        sys.modules.setdefault(module, None)  # type: ignore[arg-type]  # by definition an import of it then fails
+    from megatron.core import optimizer
+
+    if kernels.adam == "torch" and not optimizer.USING_PYTORCH_OPTIMIZER:
+        raise RuntimeError("Megatron was imported before its fused kernels were decided on")
+    if kernels.adam != "torch" and optimizer.USING_PYTORCH_OPTIMIZER:
+        kept = [note for note in kernels.notes if not note.startswith("Adam:")]
+        note = f"Adam: torch's; {kernels.adam} is installed, but its FusedAdam cannot be imported"
+        return dataclasses.replace(kernels, adam="torch", notes=(*kept, note))
+    return kernels
+
+
+@functools.cache
+def kernels() -> Kernels:
+    """The fused kernels that this rank uses; the first call configures Megatron."""
+    chosen = choose_kernels(find_kernels(), can_run=runs_kernels())
+    with contextlib.nullcontext() if has_gpu() else _uncompiled():
+        return _configure_megatron(chosen)
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Megatron is imported within, and its fused functions stay plain Python. Nothing on CPUs calls for a compiler, and
+    ``torch.compile`` imports one, TorchInductor, as soon as it decorates: 800 modules of 3,200."""
+    compiled, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiled
+
+
+def add_product(total: Tensor, grads: Tensor, inputs: Tensor) -> None:
+    """total += grads^T inputs by Apex's kernel: total fp32 [d_out, d_in], grads [T, d_out], inputs [T, d_in]."""
+    import fused_weight_gradient_mlp_cuda
+
+    fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(inputs.contiguous(), grads.contiguous(), total)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from ..batch.packing import Layout
+from ..batch.packing import PackLayout
 from .layers import PackParams
 
 #: What a loss function returns to the schedule: the loss, a token count that is not used, nothing to report.
@@ -25,7 +25,7 @@ def as_loss(value: torch.Tensor) -> Loss:
 
 
 def forward_tokens(
-    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, layout: Layout
+    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, layout: PackLayout
 ) -> torch.Tensor:
     """This stage's output for this rank's tokens of trajectories laid end to end, tokens and positions int64 [T]."""
     params = PackParams.of(layout, tokens.device)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..batch.packing import Layout
+from ..batch.packing import PackLayout
 from . import platform
 from .logprobs import token_logprobs
 from .parallel import Parallel, agree_sum
@@ -23,9 +23,9 @@ def score_tokens(trainable: Trainable, parallel: Parallel, tokens: np.ndarray) -
 def score_with(
     chunks: Sequence[torch.nn.Module], vocab_size: int, parallel: Parallel, tokens: np.ndarray
 ) -> np.ndarray:
-    """``score_tokens`` for bare chunks of a model."""
+    """``score_tokens`` for chunks of a model, wrapped for data parallelism or not."""
     length = len(tokens) - 1
-    layout = Layout.of([length], parallel.share)
+    layout = PackLayout.of([length], parallel.share)
     padded = np.zeros(layout.total + 1, np.int64)
     padded[: len(tokens)] = tokens
     own = torch.from_numpy(layout.take)

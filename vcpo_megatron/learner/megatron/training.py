@@ -14,6 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ...config.schema import RunConfig
+from ...conversion.dtypes import torch_dtype
 from ...conversion.families.registry import Family, ModelShape
 from .model import build_model
 from .parallel import Parallel
@@ -21,7 +22,7 @@ from .parallel import Parallel
 
 @dataclass(frozen=True)
 class Trainable:
-    """What a step changes. ``chunks`` are the bare GPTModels inside ``wrapped``: one, or one a virtual stage."""
+    """What a step changes. ``chunks`` are the GPTModels inside ``wrapped``: one, or one a virtual stage."""
 
     chunks: tuple[GPTModel, ...]
     wrapped: tuple[DistributedDataParallel, ...]
@@ -86,7 +87,7 @@ def build_trainable(config: RunConfig, parallel: Parallel, *, load: bool) -> Tra
 
 def _optimizer_config(config: RunConfig) -> OptimizerConfig:
     chosen = config.optimizer
-    bf16 = config.model.dtype == "bfloat16"
+    dtype = torch_dtype(config.model.dtype)
     return OptimizerConfig(
         optimizer="adam",
         lr=chosen.lr,
@@ -96,9 +97,9 @@ def _optimizer_config(config: RunConfig) -> OptimizerConfig:
         adam_beta2=chosen.betas[1],
         adam_eps=chosen.eps,
         clip_grad=chosen.clip_grad or math.inf,  # with 0 Megatron would not even find the norm
-        bf16=bf16,
+        bf16=dtype is torch.bfloat16,
         use_distributed_optimizer=chosen.distributed,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        params_dtype=dtype,
     )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..batch.packing import Pack
 from ..megatron.parallel import Parallel, agree_sum
-from .pack_context import PerPack
+from .pack_context import PackContext
 
 
 class LoadBalance:
@@ -33,7 +33,7 @@ class LoadBalance:
     def __init__(self, chunks: Sequence[torch.nn.Module], coefficient: float, layers: int, parallel: Parallel) -> None:
         routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
         self._coefficient, self._layers, self._parallel = coefficient, layers, parallel
-        self._tokens: PerPack[Tensor] = PerPack()
+        self._tokens = PackContext()
         self._mode = ""
         #: layer -> float64 [2, E]: tokens sent to each expert, and the sum of its scores
         self._counts: dict[int, Tensor] = {}
@@ -52,11 +52,11 @@ class LoadBalance:
         finally:
             self._mode = ""
 
-    def agree(self, experts: int, left: bool) -> bool:
-        """Sum what all ranks counted; whether any has ``left`` the step, and then it is worth nothing."""
+    def agree(self, experts: int, aborted: bool) -> bool:
+        """Sum what all ranks counted; whether any has ``aborted`` the step, and then it is worth nothing."""
         table = torch.zeros(2 * self._layers * experts + 1, dtype=torch.float64)
         rows = table[:-1].view(self._layers, 2, experts)
-        table[-1] = float(left)
+        table[-1] = float(aborted)
         for layer, counts in self._counts.items():
             rows[layer] = counts.cpu()
         agree_sum(table, self._parallel)
@@ -73,8 +73,8 @@ class LoadBalance:
 
     def during(self, pack: Pack, forward: Callable[[], Tensor]) -> Tensor:
         """The output of ``forward`` on ``pack``."""
-        costs = torch.tensor([*(row.cost for row in pack.rows), 0], device=pack.positions.device)
-        real = pack.positions < costs[pack.segments.clamp(max=len(pack.rows))]
+        costs = torch.tensor([*(sample.cost for sample in pack.samples), 0], device=pack.positions.device)
+        real = pack.positions < costs[pack.segments.clamp(max=len(pack.samples))]
         if self._parallel.sequence_parallel:
             real = real.chunk(self._parallel.tensor_size)[self._parallel.tensor_rank]
         return self._tokens.during(real, forward)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-_T = TypeVar("_T")
 
-
-class PerPack(Generic[_T]):
-    """``current`` is the value of the pack at hand, None outside of packs. Several packs may be in flight."""
+class PackContext:
+    """``current`` is the tensor of the pack at hand, None outside of packs. Several packs may be in flight."""
 
     def __init__(self) -> None:
-        self.current: _T | None = None
+        self.current: Tensor | None = None
 
-    def during(self, value: _T | None, forward: Callable[[], Tensor]) -> Tensor:
+    def during(self, value: Tensor | None, forward: Callable[[], Tensor]) -> Tensor:
         """The output of ``forward``; ``value`` is current in it and in the backward from its output."""
         self.current = value
         output = forward()
@@ -26,7 +23,7 @@ class PerPack(Generic[_T]):
             output.register_hook(lambda _: self._until_backward_ends(value))
         return output
 
-    def _until_backward_ends(self, value: _T | None) -> None:
+    def _until_backward_ends(self, value: Tensor | None) -> None:
         self.current = value
 
         def end() -> None:

@@ -4,9 +4,8 @@ Which experts a token goes to is a hard choice: two implementations that differ 
 then, and then their log-probs differ by far more than rounding. Here the choice is the server's. Everything else is the
 learner's: the probabilities of the chosen experts come from its own logits, and gradients flow through them.
 
-Tokens without a record (the last one of a trajectory, padding, an answer of before the switch was turned on) are routed
-by the learner itself. Experts are put in the order of the learner's own scores, as its top-k gives them: where both
-choose alike, nothing changes, bit for bit.
+Tokens without a record (the last one of a trajectory, padding) are routed by the learner itself. Experts are put in the
+order of the learner's own scores, as its top-k gives them: where both choose alike, nothing changes, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ..batch.packing import Pack
 from ..megatron.parallel import Parallel
-from .pack_context import PerPack
+from .pack_context import PackContext
 
 
 class RoutingReplay:
@@ -32,7 +31,7 @@ class RoutingReplay:
         self._parallel = parallel
         self._device = device
         #: int64 [T, routers of this rank, k], or None.
-        self.experts: PerPack[Tensor] = PerPack()
+        self.experts = PackContext()
         for place, router in enumerate(routers):
             router.router_replay = _LayerReplay(self, place)
 

@@ -15,7 +15,7 @@ from ..megatron.parallel import Parallel
 
 
 class LogRatioExchange:
-    """The messages of one rank; ``finish_step`` waits until what was sent has left."""
+    """The messages of one rank; ``finish_step`` waits until all sends are complete."""
 
     def __init__(self, parallel: Parallel, device: torch.device) -> None:
         self._parallel = parallel
@@ -38,11 +38,11 @@ class LogRatioExchange:
 
     def of_step(self, pack: Pack, own: torch.Tensor) -> torch.Tensor:
         """l of this rank's trajectories -> of the micro-step's, float64 on the CPU."""
-        if self._parallel.spread_size == 1:
+        if self._parallel.expert_data_size == 1:
             return own.cpu()
-        every = torch.zeros(len(pack.step_rows), dtype=torch.float64, device=self._device)
+        every = torch.zeros(len(pack.step_samples), dtype=torch.float64, device=self._device)
         every[pack.offset : pack.offset + len(own)] = own.to(self._device)
-        dist.all_reduce(every, group=self._parallel.spread_group)
+        dist.all_reduce(every, group=self._parallel.expert_data_group)
         return every.cpu()
 
     def send(self, log_ratio: torch.Tensor) -> None:
@@ -53,12 +53,12 @@ class LogRatioExchange:
 
     def receive(self, pack: Pack) -> tuple[dist.Work | None, torch.Tensor]:
         """On an earlier stage, in the order of the packs' forwards: wait for the work before reading."""
-        log_ratio = torch.empty(len(pack.step_rows), dtype=torch.float64, device=self._device)
+        log_ratio = torch.empty(len(pack.step_samples), dtype=torch.float64, device=self._device)
         last = self._stage(self._parallel.pipeline_size - 1)
         return dist.irecv(log_ratio, last, group=self._parallel.log_ratio_group), log_ratio
 
     def keep(self, work: dist.Work | None, message: torch.Tensor) -> None:
-        """Hold a message until it has left."""
+        """Hold a message until its send is complete."""
         assert work is not None
         self._sends.append((work, message))
 

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ...algorithm import importance
 from ...config.schema import RunConfig
 from ..batch.packing import Pack
 from ..megatron.logprobs import squared_score_norms, token_logprobs
 from ..megatron.parallel import Parallel
+from .batch_state import BatchState
 from .log_ratios import LogRatioExchange
-from .mismatch import pack_mismatch
 from .objective import Objective
 from .regularizers import regularizer
-from .results import RowTable
+
+#: Called with (state, pack, logits [1, T, V / TP], detached log-probs [T]) for every pack whose log-probs are recorded.
+Observer = Callable[[BatchState, Pack, Tensor, Tensor], None]
 
 
 class PackTerms:
-    """Of one batch; a pack's rows of ``table`` are filled as it passes.
+    """Log-probs and loss terms of packs. ``observer`` sees every pack whose log-probs are recorded, too."""
 
-    token_ratios        row -> log ratios of its sampled tokens, float64, while the batch's statistic is not known
-    reference_logprobs  id of a pack -> log-probs of the reference policy [T]
-    """
+    observer: Observer | None = None
 
     def __init__(
         self,
@@ -32,74 +33,71 @@ class PackTerms:
         messages: LogRatioExchange,
         objective: Objective,
         vocab_size: int,
-        *,
-        estimates_norms: bool,
     ) -> None:
-        """``estimates_norms``: baselines come from norms that are estimated from logits."""
-        rows = len(objective.facts.rewards)
-        self.table = RowTable(rows)
-        self.token_ratios: dict[int, torch.Tensor] = {}
-        self.reference_logprobs: dict[int, torch.Tensor] = {}
         self._algorithm = config.algorithm
         self._logits = (config.rollout.temperature, vocab_size, parallel.tensor_group)
         self._messages = messages
         self._objective = objective
-        self._estimates_norms = estimates_norms
-        self._estimated = torch.full((rows,), math.nan, dtype=torch.float64)
 
-    def score(self, pack: Pack, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def score(self, pack: Pack, logits: Tensor) -> tuple[Tensor, Tensor]:
         """log pi of the pack's labels and entropy, [T] each, at the sampling temperature; logits [1, T, V / TP]."""
         return token_logprobs(logits.squeeze(0), pack.labels, *self._logits)
 
-    def log_probs(self, pack: Pack, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``score``, with the pack's rows of the table filled."""
+    def record(self, state: BatchState, pack: Pack, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """``score``; what it says of the pack's samples goes into ``state``."""
         logprobs, entropy = self.score(pack, logits)
-        objective, policy = self._objective, logprobs.detach()
-        n, index = len(pack.rows), [row.index for row in pack.rows]
+        objective, policy, index = self._objective, logprobs.detach(), pack.index
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
-        self.table.record_forward(index, self._sums(pack, ratios), torch.zeros(n), self._sums(pack, entropy.detach()))
-        self.table.record_mismatch(index, pack_mismatch(pack, ratios, self._messages))
-        if self._estimates_norms:
-            self._estimate_norms(pack, logits, policy)
-        if objective.needs_statistic:
-            for i, row in enumerate(index):
-                self.token_ratios[row] = ratios[pack.mask & (pack.segments == i)].cpu()
+        state.owners[index] = 1
+        state.log_ratio[index] = self.sums(pack, ratios)
+        state.entropy_sum[index] = self.sums(pack, entropy.detach())
+        self._record_mismatch(state, pack, ratios)
+        if self.observer is not None:
+            self.observer(state, pack, logits, policy)
+        if objective.needs_statistic(state):
+            for i, sample in enumerate(index):
+                own = ratios[pack.mask & (pack.segments == i)].cpu()
+                state.token_log_ratios[state.token_slice(sample)][: len(own)] = own
         else:
-            self.table.logprob_sum[index] = self._sums(pack, objective.reported(pack, policy) * policy)
+            state.logprob_sum[index] = self.sums(pack, objective.reported(state, pack, policy) * policy)
         return logprobs, entropy
 
-    def normalized(self, pack: Pack, per_token: torch.Tensor) -> torch.Tensor:
+    def normalized(self, state: BatchState, pack: Pack, per_token: Tensor) -> Tensor:
         """sum_i c_i sum_t per_token over sampled tokens."""
-        index = [row.index for row in pack.rows]
-        coefficients = torch.nn.functional.pad(self._objective.facts.token_coefficients[index], (0, 1))
+        coefficients = torch.nn.functional.pad(state.token_coefficients[pack.index], (0, 1))
         return torch.where(pack.mask, per_token * coefficients.to(per_token)[pack.segments], 0.0).sum()
 
-    def regularizer(self, pack: Pack, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    def regularizer(self, state: BatchState, pack: Pack, logprobs: Tensor, entropy: Tensor) -> Tensor:
         """KL and entropy terms [T], zeros where none is asked for."""
         algorithm = self._algorithm
         if not algorithm.regularized:
             return torch.zeros_like(logprobs)
-        reference = self.reference_logprobs.get(id(pack))
+        reference = state.reference_logprobs.get(id(pack))
         term, kl = regularizer(algorithm.kl_coef, algorithm.entropy_coef, logprobs, entropy, reference)
-        self.table.record_kl([row.index for row in pack.rows], self._sums(pack, kl))
+        state.kl_sum[pack.index] = self.sums(pack, kl)
         return term
 
-    def record_baselines(self, rows: list[int], norms: torch.Tensor) -> None:
-        """b_i of one group from its |g_i|, exact or estimated: float64 [n] on the CPU."""
-        fallbacks = self._objective.find_baselines(rows, self.table.log_ratio[rows], norms)
-        self.table.record_baselines(rows, self._objective.baselines[rows], fallbacks > 0)
-
-    def _sums(self, pack: Pack, per_token: torch.Tensor) -> torch.Tensor:
+    def sums(self, pack: Pack, per_token: Tensor) -> Tensor:
         """Sums over the sampled tokens of each trajectory, on whichever rank they are: float64 [n], on the CPU."""
-        own = importance.segment_sum(per_token, pack.mask, pack.segments, len(pack.rows))
+        own = importance.segment_sum(per_token, pack.mask, pack.segments, len(pack.samples))
         return self._messages.sum_over_context(own).cpu()
 
-    def _estimate_norms(self, pack: Pack, logits: torch.Tensor, policy: torch.Tensor) -> None:
-        """|g_i| as c_i sqrt(sum_t v_t^2 |d log pi_t / d logits|^2); the baseline once a group is complete."""
+    def estimated_norms(self, state: BatchState, pack: Pack, logits: Tensor, policy: Tensor) -> Tensor:
+        """|g_i| as c_i sqrt(sum_t v_t^2 |d log pi_t / d logits|^2): float64 [n], on the CPU."""
         squared = squared_score_norms(logits.squeeze(0), pack.labels, *self._logits)
         weighted = self._objective.token_weights(pack, policy).square() * squared
-        index, facts = [row.index for row in pack.rows], self._objective.facts
-        self._estimated[index] = self._sums(pack, weighted).sqrt() * facts.token_coefficients[index]
-        rows = facts.rows_of(pack.group)
-        if self._objective.scales[pack.group].has_variance and not bool(self._estimated[rows].isnan().any()):
-            self.record_baselines(rows, self._estimated[rows])
+        return self.sums(pack, weighted).sqrt() * state.token_coefficients[pack.index]
+
+    def _record_mismatch(self, state: BatchState, pack: Pack, ratios: Tensor) -> None:
+        """|log pi - log mu| on the tokens that the current version sampled: how far learner and servers are apart.
+
+        Both computed log pi of the same token under the same weights and at the same temperature, so any difference is
+        that of two implementations: kernels, precision, routing, or weights that are not the same after all.
+        """
+        size, n = ratios.abs(), len(pack.samples)
+        sums = [importance.segment_sum(x, pack.current, pack.segments, n) for x in (size, torch.ones_like(size))]
+        total, count = self._messages.sum_over_context(torch.stack(sums)).cpu()
+        largest = self._messages.max_over_context(importance.segment_max(size, pack.current, pack.segments, n)).cpu()
+        state.mismatch_sum[pack.index] = total
+        state.mismatch_max[pack.index] = largest
+        state.mismatch_tokens[pack.index] = count

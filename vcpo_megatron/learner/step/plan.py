@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from ...algorithm.advantages import GroupScale
 from ...config.schema import RunConfig
-from ..batch.packing import Layout, Pack, Row, assign_groups, make_pack, plan_steps
+from ..batch.packing import Pack, PackLayout, Sample, assign_groups, make_pack, plan_steps
+from ..megatron import platform
 from ..megatron.parallel import Parallel
 
 
@@ -18,44 +19,49 @@ from ..megatron.parallel import Parallel
 class StepPlan:
     """This rank's packs.
 
-    silent    of groups without variance (no gradient, but ESS needs their l_i)
-    speaking  of the others, group by group
+    zero_variance  of zero-variance groups (no gradient, but ESS needs their l_i)
+    trained        of the others, group by group
     """
 
-    silent: tuple[Pack, ...] = ()
-    speaking: tuple[Pack, ...] = ()
+    zero_variance: tuple[Pack, ...] = ()
+    trained: tuple[Pack, ...] = ()
+
+    @property
+    def packs(self) -> tuple[Pack, ...]:
+        """All of them."""
+        return (*self.zero_variance, *self.trained)
 
     @classmethod
     def of(
         cls,
-        groups: Sequence[Sequence[Row]],
+        groups: Sequence[Sequence[Sample]],
         scales: Sequence[GroupScale],
         config: RunConfig,
         parallel: Parallel,
-        device: torch.device,
+        max_pack_tokens: int,
         version: int,
     ) -> StepPlan:
         """``scales`` has one entry a group of the batch; ``version`` is the number of the policy before the step."""
-        costs = [sum(row.cost for row in group) for group in groups]
+        costs = [sum(sample.cost for sample in group) for group in groups]
         mine = assign_groups(costs, parallel.replicas)[parallel.replica]
-        silent = [row for g in mine if not scales[g].has_variance for row in groups[g]]
-        speaking = [groups[g] for g in mine if scales[g].has_variance]
+        zero_variance = [sample for g in mine if not scales[g].has_variance for sample in groups[g]]
+        trained = [groups[g] for g in mine if scales[g].has_variance]
         # gathering all tokens everywhere takes as many of every rank
-        equal = config.parallel.expert_dispatcher == "allgather" and parallel.spread_size > 1
-        packer = _Packer(parallel, config.train.max_pack_tokens, device, equal, version)
-        return cls(packer.packs([silent]), packer.packs(speaking))
+        equal = config.parallel.expert_dispatcher == "allgather" and parallel.expert_data_size > 1
+        packer = _Packer(parallel, max_pack_tokens, platform.device(), equal, version)
+        return cls(packer.packs([zero_variance]), packer.packs(trained))
 
 
-def packing_for(alone: Sequence[str], config: RunConfig, parallel: Parallel) -> RunConfig:
-    """``config``, or one trajectory a micro-batch where any rank has parameters ``alone`` that need it.
+def pack_tokens(per_sample: Sequence[str], config: RunConfig, parallel: Parallel) -> int:
+    """Most tokens of a pack: as configured, or one trajectory a pack where any rank has parameters ``per_sample``.
 
     Collective: all ranks pack alike. The log says so.
     """
     everywhere: list[list[str]] = [[] for _ in range(parallel.world_size)]
-    dist.all_gather_object(everywhere, list(alone), group=parallel.command_group)
+    dist.all_gather_object(everywhere, list(per_sample), group=parallel.command_group)
     names = sorted({name for some in everywhere for name in some})
     if not names:
-        return config
+        return config.train.max_pack_tokens
     if parallel.rank == 0:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         print(
@@ -63,8 +69,7 @@ def packing_for(alone: Sequence[str], config: RunConfig, parallel: Parallel) -> 
             "separated in a pack",
             flush=True,
         )
-    one_row = config.train.model_copy(update={"max_pack_tokens": 1})  # a longer row gets a pack of its own
-    return config.model_copy(update={"train": one_row})
+    return 1  # a longer trajectory gets a pack of its own
 
 
 @dataclass(frozen=True)
@@ -75,29 +80,29 @@ class _Packer:
     equal_lengths: bool
     version: int
 
-    def packs(self, groups: Sequence[Sequence[Row]]) -> tuple[Pack, ...]:
+    def packs(self, groups: Sequence[Sequence[Sample]]) -> tuple[Pack, ...]:
         """This rank's pack of every micro-step, padded with empty steps to what the schedule asks for."""
         found = [
             self._pack(step)
             for group in groups
             if group
-            for step in plan_steps(group, self.parallel.spread_size, self.max_tokens)
+            for step in plan_steps(group, self.parallel.expert_data_size, self.max_tokens)
         ]
         missing = -len(found) % self.parallel.steps_multiple
         empty = [make_pack([], self.parallel.share, self.device, group=found[-1].group) for _ in range(missing)]
         return (*found, *empty)
 
-    def _pack(self, step: Sequence[Sequence[Row]]) -> Pack:
-        own = self.parallel.spread_rank
-        rows = [row for part in step for row in part]
+    def _pack(self, step: Sequence[Sequence[Sample]]) -> Pack:
+        own = self.parallel.expert_data_rank
+        samples = [sample for part in step for sample in part]
         offset = sum(len(part) for part in step[:own])
-        lengths = [Layout.of([row.cost for row in part], self.parallel.share).total for part in step]
+        lengths = [PackLayout.of([sample.cost for sample in part], self.parallel.share).total for part in step]
         return make_pack(
             step[own],
             self.parallel.share,
             self.device,
-            group=rows[0].group,
-            step_rows=rows,
+            group=samples[0].group,
+            step_samples=samples,
             offset=offset,
             at_least=max(lengths) if self.equal_lengths else 0,
             version=self.version,

@@ -34,7 +34,7 @@ class EssState:
     def scale(self, ratio: float, algorithm: AlgorithmConfig) -> float:
         """Factor on the learning rate; 1 where the method does not scale, or while the base is not known."""
         base = self.base(algorithm.base_ess_ratio)
-        return step_scale(ratio, base, algorithm.ess_rule) if algorithm.row.ess_scaling and base is not None else 1.0
+        return step_scale(ratio, base, algorithm.ess_rule) if algorithm.preset.ess_scaling and base is not None else 1.0
 
     def record(self, ratio: float) -> None:
         """A step was taken with this ratio."""

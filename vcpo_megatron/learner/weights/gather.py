@@ -93,7 +93,7 @@ class WeightGatherer:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         rank, family = self._parallel.rank, self._trainable.family
         for name, holders in self._plan:
-            if parameters_only and family.place(name).row.float32:
+            if parameters_only and family.place(name).rule.float32:
                 continue  # no parameter
             if rank == 0:
                 parts = []

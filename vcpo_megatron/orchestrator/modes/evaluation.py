@@ -1,12 +1,12 @@
-"""Held-out accuracy at one pinned version, beside training.
+"""Held-out accuracy at one version, held for evaluation, beside training.
 
 ``Evaluation.run``  consumes: the versions to evaluate, in order    produces: ``eval/accuracy`` for the rows that wait
-                    waits for: the evaluating servers at the pinned version, room on them, the answers
+                    waits for: the evaluating servers at the version held for evaluation, room on them, the answers
                     unblocked by: the weight sync, finished trajectories
 ``settled``         waits for: all evaluations before a version     unblocked by: ``run``
 
 One sample a prompt at the training temperature; accuracy is the mean reward. While an evaluation runs, updates of its
-servers are deferred: they go on serving training requests of the pinned version as far as the staleness bound
+servers are deferred: they go on serving training requests of that version as far as the staleness bound
 admits any. With several servers a quarter of them (one at least) evaluate, the others are updated as usual.
 """
 
@@ -82,18 +82,18 @@ class Evaluation:
         """Evaluate every version when it is loaded; returns after the last."""
         while (version := self._first_pending()) is not None:
             self._at = f"evaluation waits for version {version}"
-            await self._sync.pinned_loaded(version)
+            await self._sync.evaluation_loaded(version)
             result = await self._evaluate(version)
             self._log.evaluated(version, result)
             if math.isfinite(result["eval/accuracy"]):
                 print(f"version {version}: held-out accuracy {result['eval/accuracy']:.4f}", flush=True)
             self._next += 1
-            self._sync.unpin()
+            self._sync.end_evaluation()
         self._at = "no evaluation is due any more"
 
     def may_train(self, version: int) -> bool:
         """Whether the step that makes ``version`` + 1 may be taken: an evaluation due at that version must not come
-        while an earlier one is still pinned."""
+        while an earlier one still runs."""
         return version + 1 not in self._versions or self.is_settled(before=version + 1)
 
     def is_settled(self, before: int) -> bool:

@@ -41,10 +41,9 @@ from ...transport.messages import WeightsReady
 from ...types import Batch, Group, StepResult, Trajectory
 from ..peers.servers import back_in_service
 from ..peers.weight_sync import WeightSync
-from ..store.recorder import Recorder, record_whole
-from ..store.store import ResumePlan
+from ..store.ledger import GroupLedger
 from .evaluation import EVALUATION_GROUP, mean_reward
-from .generation import Cursor, SamplingRules
+from .generation import SamplingRules
 from .trainer import Trainer
 
 
@@ -55,7 +54,7 @@ def sampling_seed(seed: int, prompt_id: str, sample_index: int, turn: int) -> in
 
 
 @dataclass(frozen=True)
-class Episode:
+class ExactEpisode:
     """One trajectory to sample; ``server`` is where its requests go."""
 
     example: Example
@@ -124,11 +123,11 @@ class Rounds:
         rids = [request.rid for request in requests]
         while True:
             await back_in_service(self._fleet, server)
-            life = server.life
+            incarnation = server.incarnation
             try:
                 return await server.client.generate_batch(prompts, samplings, rids)
             except ServerUnavailable as error:
-                if self._fleet.check(server, life):
+                if self._fleet.check(server, incarnation):
                     raise RunError(f"{server.name} did not answer: {error}, see {server.log}") from error
             except (ServerError, ProtocolError) as error:
                 raise RunError(f"{server.name} refused a batch: {error}, see {server.log}") from error
@@ -143,12 +142,12 @@ class ExactSampler:
         self._rules = rules
         self._seed = seed
 
-    async def sample(self, episodes: Sequence[Episode]) -> list[Trajectory]:
+    async def sample(self, episodes: Sequence[ExactEpisode]) -> list[Trajectory]:
         """Trajectories in the order of ``episodes``; RunError when one fails."""
         rounds = Rounds(self._fleet, [episode.server for episode in episodes])
         found: list[Trajectory | None] = [None] * len(episodes)
 
-        async def one(index: int, episode: Episode) -> None:
+        async def one(index: int, episode: ExactEpisode) -> None:
             prompt_id, sample_index = episode.example.prompt_id, episode.sample_index
             try:
                 found[index] = await run_episode(
@@ -173,7 +172,7 @@ class ExactSampler:
         servers = self._fleet.servers
         examples = {group_id: self._environment.train_example(position) for group_id, position in numbered}
         episodes = [
-            Episode(examples[group_id], group_id, sample, servers[position % len(servers)])
+            ExactEpisode(examples[group_id], group_id, sample, servers[position % len(servers)])
             for group_id, position in numbered
             for sample in range(size)
         ]
@@ -186,12 +185,12 @@ class ExactSampler:
         """Result of the evaluation of the version that the servers hold."""
         servers = self._fleet.servers
         heldout = self._environment.heldout()
-        episodes = [Episode(e, EVALUATION_GROUP, i, servers[i % len(servers)]) for i, e in enumerate(heldout)]
+        episodes = [ExactEpisode(e, EVALUATION_GROUP, i, servers[i % len(servers)]) for i, e in enumerate(heldout)]
         trajectories = await self.sample(episodes) if episodes else []
         return mean_reward([trajectory.reward for trajectory in trajectories], (), version)
 
 
-class _StageLeft(Exception):
+class _StageAborted(Exception):
     """A stop ends the stage; ``whole``: the run is as it was before the stage, so that it can be checkpointed."""
 
     def __init__(self, *, whole: bool) -> None:
@@ -200,17 +199,15 @@ class _StageLeft(Exception):
 
 
 class ExactRun:
-    """The stages from ``plan.step`` to ``steps``; see the module."""
+    """The stages from the ledger's version to ``steps``; see the module."""
 
     def __init__(
         self,
         sampler: ExactSampler,
         fleet: Fleet,
         sync: WeightSync,
-        recorder: Recorder,
+        ledger: GroupLedger,
         trainer: Trainer,
-        plan: ResumePlan,
-        cursor: Cursor,
         *,
         steps: int,
         lag: int,
@@ -220,12 +217,11 @@ class ExactRun:
         stop: StopRequest,
     ) -> None:
         self._sampler, self._fleet, self._sync = sampler, fleet, sync
-        self._recorder, self._trainer, self._cursor = recorder, trainer, cursor
+        self._ledger, self._trainer = ledger, trainer
         self._steps, self._lag = steps, lag
         self._groups_per_step, self._group_size = groups_per_step, group_size
         self._evaluate = evaluate
         self._stop = stop
-        self._known = {plan.cursors[group.group_id]: group for group in plan.buffer}
         self._batches: dict[int, Batch] = {}
         self._weights: WeightsReady | None = None
         self._at = ""
@@ -243,8 +239,8 @@ class ExactRun:
         try:
             while self._trainer.version < self._steps and not self._stop.made:
                 await self._stage(self._trainer.version)
-        except _StageLeft as left:
-            if not left.whole:
+        except _StageAborted as aborted:
+            if not aborted.whole:
                 return await self._trainer.saved()
         await self._trainer.checkpoint()
         if self._steps in self._evaluate and not self._stop.made:
@@ -270,10 +266,10 @@ class ExactRun:
             await self._fleet.changes.until(lambda: (step in self._batches or self._stop.made) or None)
             waited, batch = time.monotonic() - started, self._batches.get(step)
             if batch is None:
-                raise _StageLeft(whole=True)
+                raise _StageAborted(whole=True)
             result = await self._trainer.take(batch, may_go_on=lambda: self._sampled == step)
             if result is None:
-                raise _StageLeft(whole=True)
+                raise _StageAborted(whole=True)
             await self._sampled_in_time(step)
             return batch, result, waited
 
@@ -287,14 +283,14 @@ class ExactRun:
         """Wait until the stage's other half is done; after a stop, as long as a step may take."""
         await self._fleet.changes.until(lambda: (self._sampled == step or self._stop.made) or None)
         try:
-            await self._fleet.changes.until(lambda: self._sampled == step or None, self._stop.left_for_the_step())
+            await self._fleet.changes.until(lambda: self._sampled == step or None, self._stop.seconds_for_step())
         except TimeoutError:
             print(
-                f"stage {step} is left: launch.grace_s = {self._stop.grace_s:g} s had no room for what its version "
+                f"stage {step} was aborted: launch.grace_s = {self._stop.grace_s:g} s had no room for what its version "
                 "was still sampling; a resume takes the step again",
                 flush=True,
             )
-            raise _StageLeft(whole=False) from None
+            raise _StageAborted(whole=False) from None
 
     async def _publish(self, version: int) -> None:
         """Load ``version`` on every server, unless nothing will be sampled by it."""
@@ -318,20 +314,20 @@ class ExactRun:
     async def _batch(self, index: int, version: int) -> Batch:
         """Batch ``index``: what is known of it from before a resume, the rest sampled now by ``version``."""
         positions = range(index * self._groups_per_step, (index + 1) * self._groups_per_step)
-        missing = [position for position in positions if position not in self._known]
+        known = self._ledger.groups_at(positions)
+        missing = [position for position in positions if position not in known]
         if missing and version != max(0, index - self._lag):
             raise RunError(
                 f'lag = "exact" cannot go on from step {version}: batch {index}, which version {index - self._lag} '
                 "sampled, is not complete in rollouts.sqlite; resume from an earlier checkpoint"
             )
         if missing:
-            numbered = [(self._cursor.next_group_id + i, position) for i, position in enumerate(missing)]
-            self._cursor.next_group_id += len(missing)
+            numbered = [(self._ledger.cursor.new_id(), position) for position in missing]
             groups = await self._sampler.groups(numbered, self._group_size)
             sampled = dict(zip(missing, groups, strict=True))
-            await self._recorder.write(lambda store: record_whole(store, sampled))
-            self._known |= sampled
-        return Batch(index, tuple(self._known.pop(position) for position in positions))
+            await self._ledger.admit_whole(sampled)
+            known |= sampled
+        return Batch(index, tuple(known[position] for position in positions))
 
     def describe(self) -> str:
         """One phrase for the watchdog."""

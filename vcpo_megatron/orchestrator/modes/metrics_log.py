@@ -18,7 +18,7 @@ from typing import Any
 from ...observability.metrics import StepMetrics
 from ...observability.sinks import Row, Sink, cut_back, read_rows
 from ...types import Batch, StepResult
-from ..store.store import Counts
+from ..store.reader import Counts
 
 
 @dataclass(frozen=True)

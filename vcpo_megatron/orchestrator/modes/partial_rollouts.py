@@ -15,44 +15,47 @@ from collections.abc import Sequence
 
 from ...rollout.agent_loop import Generate
 from ...rollout.client.protocol import GenerateResult, SamplingParams
-from ..store.partial import Answer
+from ..store.records import Answer
 
 
 def _digest(tokens: Sequence[int]) -> int:
     return zlib.crc32(b"".join(token.to_bytes(4, "little") for token in tokens))
 
 
-class Answers:
-    """``generate`` of one episode: answers of ``before`` first, then those of ``source``. ``given`` is all of them."""
+class PartialRollout:
+    """``generate`` of one episode: answers of ``before`` first, then those of ``source``; ``answers`` is all of them.
+
+    ``waiting``: a server owes it one.
+    """
 
     def __init__(self, source: Generate, before: Sequence[Answer] = ()) -> None:
         self._source = source
         self._before = deque(before)
-        self._parking = False
-        self.asking = False  # a server owes an answer
-        self.given: list[Answer] = []
+        self._stopping = False
+        self.waiting = False
+        self.answers: list[Answer] = []
 
     async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, rid: str) -> GenerateResult:
         prompt = _digest(input_ids)
         if self._fits(prompt, sampling):
-            self.given.append(self._before.popleft())
-            return self.given[-1].result
+            self.answers.append(self._before.popleft())
+            return self.answers[-1].result
         self._before.clear()
-        if not self._parking:
-            self.asking = True
+        if not self._stopping:
+            self.waiting = True
             try:
                 result = await self._source(input_ids, sampling, rid)
             finally:
-                self.asking = False
+                self.waiting = False
             if result.output_ids:
-                self.given.append(Answer(prompt, result))
-            if not self._parking or result.finish_reason != "abort":
+                self.answers.append(Answer(prompt, result))
+            if not self._stopping or result.finish_reason != "abort":
                 return result
         return await asyncio.get_running_loop().create_future()  # until the episode is cancelled
 
-    def park(self) -> None:
+    def stop(self) -> None:
         """From now on nothing more is asked for; an answer that is cut off now is the last one."""
-        self._parking = True
+        self._stopping = True
 
     def _fits(self, prompt: int, sampling: SamplingParams) -> bool:
         if not self._before:

@@ -12,8 +12,9 @@ from pathlib import Path
 from ...config.schema import RunConfig
 from ...run.tasks import RunError, StopRequest
 from ...types import Batch, Group
-from ..store.recorder import Recorder, record_whole
-from ..store.store import ResumePlan, RolloutStore, StoreReader
+from ..store.ledger import GroupLedger
+from ..store.reader import StoreReader
+from ..store.store import RolloutStore
 from .trainer import Trainer
 
 
@@ -59,13 +60,8 @@ def renumbered(group: Group, group_id: int) -> Group:
 class Replay:
     """Takes the steps ``trainer.version`` ... ``steps`` - 1 of ``recorded`` with ``trainer``."""
 
-    def __init__(
-        self, recorded: StoreReader, trainer: Trainer, recorder: Recorder, plan: ResumePlan, *, steps: int
-    ) -> None:
-        self._recorded, self._trainer, self._recorder, self._steps = recorded, trainer, recorder, steps
-        # Batches after the checkpoint that were recorded before a resume: the store has them already.
-        self._known = {plan.cursors[group.group_id]: group for group in plan.buffer}
-        self._next_group_id = plan.next_group_id
+    def __init__(self, recorded: StoreReader, trainer: Trainer, ledger: GroupLedger, *, steps: int) -> None:
+        self._recorded, self._trainer, self._ledger, self._steps = recorded, trainer, ledger, steps
 
     async def run(self, stop: StopRequest) -> None:
         """Returns after the last step, or when a stop is asked for."""
@@ -82,14 +78,15 @@ class Replay:
         recorded = self._recorded.groups_trained_at(step)
         first = step * len(recorded)
         positions = range(first, first + len(recorded))
-        fresh = {}
-        for position, group in zip(positions, recorded, strict=True):
-            if position not in self._known:
-                fresh[position] = renumbered(group, self._next_group_id)
-                self._next_group_id += 1
-        await self._recorder.write(lambda store: record_whole(store, fresh))
-        self._known |= fresh
-        return Batch(step, tuple(self._known.pop(position) for position in positions))
+        known = self._ledger.groups_at(positions)  # recorded before a resume, after its checkpoint
+        fresh = {
+            position: renumbered(group, self._ledger.cursor.new_id())
+            for position, group in zip(positions, recorded, strict=True)
+            if position not in known
+        }
+        await self._ledger.admit_whole(fresh)
+        known |= fresh
+        return Batch(step, tuple(known[position] for position in positions))
 
     def describe(self) -> str:
         """One phrase for the watchdog."""

@@ -1,13 +1,13 @@
 """What every kind of run does with a batch: have the learner take the step, record it, write its row, checkpoint.
 
 ``take``        consumes: a batch            produces: trained marks in the store, the step's result
-                waits for: StepDone          unblocked by: the learner, or its deadline; after a stop by StepLeft
+                waits for: StepDone          unblocked by: the learner, or its deadline; after a stop by StepAborted
 ``checkpoint``  waits for: CheckpointDone    unblocked by: the learner, or its deadline
 
 A step's trained marks are durable before a checkpoint that contains the step is asked for. The learner copies its
 state and goes on: a checkpoint that is due is waited for only when the next one is, or at the end.
 
-A step that would outlast its part of ``launch.grace_s`` after a stop is left in its middle, as if it had not begun: the
+A step that would outlast its part of ``launch.grace_s`` after a stop is aborted, as if it had not begun: the
 checkpoint is that of the last step, and the batch's groups, which are in the store, are trained after a resume.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from ...config.process import WARNING_PREFIX
@@ -26,79 +26,75 @@ from ...run.directory import RunDirectory
 from ...run.tasks import RunError, StopRequest, cancel
 from ...types import Batch, StepResult
 from ..peers.learner import LearnerLink
+from ..store.ledger import GroupLedger
+from ..store.reader import Counts
 from ..store.recorder import Recorder
-from ..store.store import Counts, RolloutStore
 from .metrics_log import MetricsLog, step_row
-from .pacing import Pacer
+from .staleness import Pacer
 
 #: So many skipped steps in a row end the run: it does not come back by itself.
 MOST_SKIPPED = 10
 
 
 class Trainer:
-    """``version``: the learner's, equal to the number of steps done. ``requeue`` is what a checkpoint has to remember
-    beside the store: cursor indices of prompts that are to be sampled again (the generation's own list)."""
+    """Steps of the learner on the ledger's groups."""
 
     def __init__(
         self,
         config: RunConfig,
         link: LearnerLink,
+        ledger: GroupLedger,
         recorder: Recorder,
         log: MetricsLog,
         directory: RunDirectory,
         *,
-        version: int,
         fingerprint: str,
-        requeue: Sequence[int],
         stop: StopRequest,
     ) -> None:
         self._config = config
         self._link = link
+        self._ledger = ledger
         self._recorder = recorder
         self.log = log
         self._directory = directory
-        self.version = version
-        self._saved = version
+        self._saved = ledger.version
         #: Adaptive staleness, where it is on; it learns of every step.
         self.pacer: Pacer | None = None
         self._saving: asyncio.Task[None] | None = None
         self._fingerprint = fingerprint
-        self._requeue = requeue
         self._stop = stop
         self._last_step_s = 0.0
         self._step_ended = time.monotonic()
         self._skipped_in_a_row = 0
         self._mismatch = MismatchWatch(config)
 
+    @property
+    def version(self) -> int:
+        """The learner's, equal to the number of steps done."""
+        return self._ledger.version
+
     def begin(self) -> None:
         """Everything is started: the first step's time counts from here."""
         self._step_ended = time.monotonic()
 
     async def take(self, batch: Batch, *, may_go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
-        """One optimizer step on ``batch``; None when it was left because of a stop. ControlError when the learner
+        """One optimizer step on ``batch``; None when it was aborted because of a stop. ControlError when the learner
         fails. ``may_go_on()``, asked at a stop: whether the step is worth to be waited for."""
         started = time.monotonic()
-        leaving = asyncio.create_task(self._leave_in_time(batch.step, started, may_go_on))
+        aborting = asyncio.create_task(self._abort_in_time(batch.step, started, may_go_on))
         try:
             result = await self._link.train(batch)
         finally:
-            await cancel(leaving)
+            await cancel(aborting)
         if result is None:
             print(
-                f"step {batch.step} was left in its middle (launch.grace_s = {self._stop.grace_s:g} s); its "
+                f"step {batch.step} was aborted (launch.grace_s = {self._stop.grace_s:g} s); its "
                 f"{len(batch.groups)} groups are trained after a resume",
                 flush=True,
             )
             return None
         self._last_step_s = time.monotonic() - started
-        groups = [group.group_id for group in batch.groups]
-        staleness = [batch.step - group.oldest_version for group in batch.groups]
-
-        def mark(store: RolloutStore) -> None:
-            store.mark_trained(batch.step, result.trajectories, groups, staleness, skipped=result.skipped)
-
-        await self._recorder.write(mark)
-        self.version = batch.step + 1
+        await self._ledger.train(batch, result)
         if self.pacer is not None:
             self.pacer.observe(result.metrics.get("ess/ratio", math.nan))
         if warning := self._mismatch.observe(batch.step, result.metrics):
@@ -107,14 +103,14 @@ class Trainer:
             print(f"step {batch.step} was skipped: {result.skipped}", flush=True)
         return result
 
-    async def _leave_in_time(self, step: int, started: float, may_go_on: Callable[[], bool]) -> None:
-        """After a stop, ask for the step to be left: at once when the last one says that it needs longer than it has,
+    async def _abort_in_time(self, step: int, started: float, may_go_on: Callable[[], bool]) -> None:
+        """After a stop, have the step aborted: at once when the last one says that it needs longer than it has,
         else when its time is over."""
         await self._stop.wait()
         expected = started + self._last_step_s - time.monotonic()
-        if may_go_on() and expected < self._stop.left_for_the_step():
-            await asyncio.sleep(self._stop.left_for_the_step())
-        await self._link.leave(step)
+        if may_go_on() and expected < self._stop.seconds_for_step():
+            await asyncio.sleep(self._stop.seconds_for_step())
+        await self._link.abort(step)
 
     async def record(self, batch: Batch, result: StepResult, *, wait_s: float, sync: Mapping[str, float]) -> None:
         """Write the row of the step that was taken last, with what ``sync`` measured; RunError when it was one skipped
@@ -160,7 +156,7 @@ class Trainer:
         store = await self._recorder.write(lambda store: store.state())
         state: dict[str, Any] = {
             "store": store,
-            "requeue": list(self._requeue),
+            "requeue": list(self._ledger.cursor.requeue),  # the store does not know it
             "rows": [dict(row) for row in self.log.held],
             "environment": self._fingerprint,
         }

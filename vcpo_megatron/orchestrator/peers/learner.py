@@ -1,4 +1,4 @@
-"""The orchestrator's side of the talk with the learner: who asked, who waits, and for how long.
+"""The orchestrator's end of the control channel: who asked, who waits, and for how long.
 
 ``LearnerLink.receive``    consumes: messages of the learner    produces: answers, ``on_weights`` calls
                            waits for: the next message          unblocked by: the learner
@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ...transport.messages import (
+    AbortStep,
     BatchReady,
     Checkpoint,
     CheckpointDone,
@@ -30,14 +31,13 @@ from ...transport.messages import (
     GroupOpened,
     Heartbeat,
     Hello,
-    LeaveStep,
     Loaded,
     Message,
     Probe,
     ProbeResult,
     SendingFailed,
+    StepAborted,
     StepDone,
-    StepLeft,
     Stop,
     SyncDone,
     WeightsBucket,
@@ -59,8 +59,8 @@ class ControlSocket(Protocol):
 
 class LearnerLink:
     """``on_weights`` is called for every WeightsReady, before it is acknowledged, and ``on_sender`` for what else the
-    learner's sender of weights says. ``needs_weights``: it is an error
-    when the learner does not send any after its start or after a step."""
+    learner's sender of weights says. ``needs_weights``: it is an error when the learner does not send any after its
+    start or after a step."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class LearnerLink:
         self._timeout_s = timeout_s
         self._on_weights = on_weights
         self._answers: dict[type, asyncio.Future[Any]] = {}
-        self._heard = time.monotonic()
+        self._last_message_at = time.monotonic()
         self._doing = "has not said hello"
         self._asked: dict[type, str] = {}
         self._given_up: set[type] = set()  # asked for by somebody who was cancelled, or lost patience
@@ -93,7 +93,7 @@ class LearnerLink:
         """Dispatch messages until cancelled. ControlError when the learner reports an error or speaks out of turn."""
         while True:
             message = await self._socket.receive()
-            self._heard = time.monotonic()
+            self._last_message_at = time.monotonic()
             match message:
                 case Error():
                     raise ControlError(f"{message.sender}: {message.message}")
@@ -114,7 +114,7 @@ class LearnerLink:
                 case Loaded() if not self._loaded.done():
                     self._loaded.set_result(message)
                 case _:
-                    kind = StepDone if isinstance(message, StepLeft) else type(message)
+                    kind = StepDone if isinstance(message, StepAborted) else type(message)
                     waiting = self._answers.pop(kind, None)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(message)
@@ -126,7 +126,7 @@ class LearnerLink:
     async def heartbeat(self) -> None:
         """Tell the learner regularly that the orchestrator lives; ControlError when it owes weights and is silent."""
         while True:
-            if self._owes_weights and time.monotonic() - self._heard > self._timeout_s:
+            if self._owes_weights and time.monotonic() - self._last_message_at > self._timeout_s:
                 raise ControlError(
                     f"the learner was silent for {self._timeout_s:g} s (launch.timeout_s) while it owed the weights of "
                     f"its newest version; it last said: {self._doing}"
@@ -156,9 +156,9 @@ class LearnerLink:
         return (await self._ask(Probe(tokens), ProbeResult)).logprobs
 
     async def train(self, batch: Batch) -> StepResult | None:
-        """Have the learner take one step; None when it was left. ControlError when it answers for another one."""
-        answer: StepDone | StepLeft = await self._ask(BatchReady(batch), StepDone)
-        if isinstance(answer, StepLeft):
+        """Have the learner take one step; None when it was aborted. ControlError when it answers for another one."""
+        answer: StepDone | StepAborted = await self._ask(BatchReady(batch), StepDone)
+        if isinstance(answer, StepAborted):
             return None
         result = answer.result
         self._owes_weights = self._needs_weights and self._weights < result.version
@@ -168,9 +168,9 @@ class LearnerLink:
             )
         return result
 
-    async def leave(self, step: int) -> None:
-        """Ask the learner to leave ``step``, which ``train`` waits for."""
-        await self._socket.send(LeaveStep(step))
+    async def abort(self, step: int) -> None:
+        """Ask the learner to abort ``step``, which ``train`` waits for."""
+        await self._socket.send(AbortStep(step))
 
     async def checkpoint(self, step: int, state: dict[str, Any]) -> Coroutine[Any, Any, float]:
         """Have the learner save checkpoint ``step`` with our ``state`` in its manifest. Returns when it is asked,
@@ -194,7 +194,7 @@ class LearnerLink:
         if self._connected:
             await self._socket.send(Error("orchestrator", failure))
 
-    async def tell(self, message: Message) -> None:
+    async def send(self, message: Message) -> None:
         """Send what the learner's sender of weights is to do."""
         await self._socket.send(message)
 
@@ -205,14 +205,14 @@ class LearnerLink:
         answer: asyncio.Future[_M] = asyncio.get_running_loop().create_future()
         self._answers[kind] = answer
         self._asked[kind] = type(question).__name__
-        self._heard = time.monotonic()
+        self._last_message_at = time.monotonic()
         await self._socket.send(question)
         return answer
 
     async def _answer(self, answer: asyncio.Future[_M], kind: type[_M]) -> _M:
         try:
             while not answer.done():
-                left = self._heard + self._timeout_s - time.monotonic()
+                left = self._last_message_at + self._timeout_s - time.monotonic()
                 if left <= 0:
                     raise ControlError(
                         f"the learner was silent for {self._timeout_s:g} s (launch.timeout_s) while it owed "
@@ -228,7 +228,7 @@ class LearnerLink:
 
     def describe(self) -> str:
         """One phrase for the watchdog."""
-        silent = time.monotonic() - self._heard
+        silent = time.monotonic() - self._last_message_at
         asked = " and ".join(self._asked.values()) or "nothing"
         return f"learner asked for {asked}, silent for {silent:.0f} s, last said: {self._doing}"
 

@@ -45,10 +45,10 @@ async def compare(link: LearnerLink, fleet: Fleet, vocab_size: int, dtype: str) 
 async def _score(fleet: Fleet, server: Server, tokens: np.ndarray) -> np.ndarray:
     """float64 [L-1]; asked again when the server died and may be restarted."""
     while True:
-        life = server.life
+        incarnation = server.incarnation
         try:
             return np.asarray(await server.client.score(tokens.tolist()), dtype=np.float64)
         except (ServerError, ServerUnavailable, ProtocolError) as error:
-            if not isinstance(error, ServerUnavailable) or fleet.check(server, life):
+            if not isinstance(error, ServerUnavailable) or fleet.check(server, incarnation):
                 raise RunError(f"{server.name} could not score the probe: {error}, see {server.log}") from error
         await back_in_service(fleet, server)

@@ -16,10 +16,11 @@ from ...config.schema import RunConfig
 from ...models.folder import read_model
 from ...rollout.client.http import ServerClient
 from ...rollout.client.routed_experts import RoutingShape
-from ...rollout.fleet.fleet import Changes, Fleet, FleetOptions
+from ...rollout.fleet.fleet import Fleet, FleetOptions
 from ...rollout.fleet.router import Router, RouterClient
-from ...rollout.fleet.server import Process, Server
+from ...rollout.fleet.server import Server, ServerProcess
 from ...rollout.fleet.sglang import SglangServer
+from ...run.notifier import Notifier
 from ...run.tasks import RunError, run_beside
 from ...transport.child import start_child, stop_child
 
@@ -58,7 +59,7 @@ def embedded_command(context: ProcessContext, config: RunConfig, index: int) -> 
 
 def sglang_server(context: ProcessContext, config: RunConfig, index: int) -> SglangServer:
     """SGLang server ``index``."""
-    rollout, ways = config.rollout, config.rollout.tensor_parallel
+    rollout, ranks = config.rollout, config.rollout.tensor_parallel
     assert rollout.python is not None  # config/checks/servers.py asks for it
     return SglangServer(
         python=rollout.python,
@@ -68,17 +69,17 @@ def sglang_server(context: ProcessContext, config: RunConfig, index: int) -> Sgl
         dtype=config.model.dtype,
         context_length=rollout.context_length or read_model(config.model.path).max_position_embeddings,
         max_running_requests=rollout.max_running_requests,
-        devices=context.server_devices[index * ways : (index + 1) * ways],
+        devices=context.server_devices[index * ranks : (index + 1) * ranks],
         args=(*(("--enable-return-routed-experts",) if rollout.routing_replay else ()), *rollout.args),
     )
 
 
-def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, changes: Changes) -> Fleet:
+def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, changes: Notifier) -> Fleet:
     """The servers of a run, not started yet."""
     rollout = config.rollout
     routing = RoutingShape.of(read_model(config.model.path)) if rollout.routing_replay else None
 
-    def launch(index: int) -> Process:
+    def launch(index: int) -> ServerProcess:
         env = {**context.environment(), "RANK": str(index), "PYTHONUNBUFFERED": "1"}
         if rollout.engine == "sglang":
             server = sglang_server(context, config, index)
@@ -87,7 +88,7 @@ def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, chan
             command = embedded_command(context, config, index)
         return start_child(command, env=env, log=context.directory.log("server", index))
 
-    def stop(process: Process) -> int:
+    def stop(process: ServerProcess) -> int:
         assert isinstance(process, subprocess.Popen)
         return stop_child(process, grace_s=_GRACE_S)
 

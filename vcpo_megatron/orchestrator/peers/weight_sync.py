@@ -2,21 +2,21 @@
 
     learner --WeightsReady--> offer --> newest --+                   +--> wave: pause ... continue --> fleet.loaded
                                |                 +--> target(server) +--> wave ...
-                               +--> pinned ------+
+                               +--> held --------+
                               (an evaluation is due at this version)
 
-``offer``              consumes: WeightsReady           produces: the newest payload; a pinned one if evaluation is due
+``offer``              consumes: WeightsReady           produces: the newest weights; those held for evaluation, if due
 ``run``                consumes: servers' targets       produces: ``fleet.loaded``, which wakes admission
                        waits for: a target that a server does not hold, and its turn
-                       unblocked by: offer, unpin, a restart (the server is EMPTY), the end of a wave
-``pinned_loaded``      waits for: the evaluating servers at the pinned version    unblocked by: ``run``
+                       unblocked by: offer, end_evaluation, a restart (the server is EMPTY), the end of a wave
+``evaluation_loaded``  waits for: the evaluating servers at the version held for them    unblocked by: ``run``
 
 Updates roll: at most ``wave`` servers are paused at a time, those without a version first, then the oldest; all at
 once while none serves. Every server has a version of its own, and skips versions that came while others were updated.
-An evaluating server's target stays the pinned version until ``unpin``: its updates are deferred, not missed. A refused
-update is tried once more, whole; then the run ends. A server that does not take an update within
-``rollout.sync_timeout_s`` is replaced if it may be restarted, else the run ends. Of a wave that shares a broadcast it
-is not known for certain who failed: its servers are then updated again, each alone, unless all but one had answered
+An evaluating server's target stays the version held for evaluation until ``end_evaluation``: its updates are deferred,
+not missed. A refused update is tried once more, whole; then the run ends. A server that does not take an update within
+``rollout.sync_timeout_s`` is replaced if it may be restarted, else the run ends. Of a wave that shares what is sent it
+is not known for certain who failed: its servers are then updated again, one by one, unless all but one had answered
 when time ran out.
 """
 
@@ -33,7 +33,8 @@ from ...rollout.fleet.server import Server
 from ...run.tasks import cancel
 from ...transport.messages import WeightsReady
 from ...types import PolicyVersion
-from ...weight_sync.update import Updater, Wave, WaveFailed
+from ...weight_sync.orchestrator import Updater
+from ...weight_sync.wave import Wave, WaveFailed
 
 
 class SyncError(RuntimeError):
@@ -41,8 +42,8 @@ class SyncError(RuntimeError):
 
 
 class WeightSync:
-    """``evaluators`` are the servers whose updates wait while an evaluation is pinned to a version;
-    ``is_pinned(number)`` says for which versions one is due."""
+    """``evaluators`` are the servers whose updates wait while a version is held for evaluation;
+    ``evaluation_due(number)`` says which versions are."""
 
     def __init__(
         self,
@@ -52,42 +53,43 @@ class WeightSync:
         wave: int,
         timeout_s: float,
         evaluators: Sequence[Server] = (),
-        is_pinned: Callable[[int], bool] = lambda number: False,
+        evaluation_due: Callable[[int], bool] = lambda number: False,
     ) -> None:
         self._fleet = fleet
         self._updater = updater
         self._wave = wave
         self._timeout_s = timeout_s
         self.evaluators = tuple(evaluators)
-        self._is_pinned = is_pinned
+        self._evaluation_due = evaluation_due
         self._newest: WeightsReady | None = None
-        self._pinned: WeightsReady | None = None
-        self._held: dict[PolicyVersion, WeightsReady] = {}  # offered and not released
-        self._waves: dict[asyncio.Task[None], Wave | None] = {}  # None: a release
-        self._alone: set[Server] = set()
-        self._refusals: dict[tuple[Server, int], int] = {}  # by server and life
+        self._for_evaluation: WeightsReady | None = None
+        self._offered: dict[PolicyVersion, WeightsReady] = {}  # and not released
+        self._waves: dict[asyncio.Task[None], Wave[Server] | None] = {}  # None: a release
+        self._one_by_one: set[Server] = set()
+        self._refusals: dict[tuple[Server, int], int] = {}  # by server and incarnation
         self._seconds = 0.0
 
     # --- what is to be loaded -----------------------------------------------------------------
 
     def offer(self, weights: WeightsReady) -> None:
-        """Take over the learner's newest weights; the ones before are forgotten unless they are pinned."""
-        self._newest = self._held[weights.version] = weights
-        if self._is_pinned(weights.version.number):
-            if self._pinned is not None:
+        """Take over the learner's newest weights; the ones before are forgotten unless they are held for evaluation."""
+        self._newest = self._offered[weights.version] = weights
+        if self._evaluation_due(weights.version.number):
+            if (held := self._for_evaluation) is not None:
                 raise SyncError(
-                    f"an evaluation is due at version {weights.version} while that of {self._pinned.version} still runs"
+                    f"an evaluation is due at version {weights.version} while that of {held.version} still runs"
                 )
-            self._pinned = weights
+            self._for_evaluation = weights
         self._fleet.changes.notify()
 
-    def unpin(self) -> None:
-        """The pinned evaluation is done: its servers catch up with the newest version."""
-        self._pinned = None
+    def end_evaluation(self) -> None:
+        """No version is held for evaluation any more: its servers catch up with the newest one."""
+        self._for_evaluation = None
         self._fleet.changes.notify()
 
     def _target(self, server: Server) -> WeightsReady | None:
-        return self._pinned if self._pinned is not None and server in self.evaluators else self._newest
+        held = self._for_evaluation
+        return held if held is not None and server in self.evaluators else self._newest
 
     @property
     def newest(self) -> PolicyVersion | None:
@@ -95,20 +97,20 @@ class WeightSync:
 
     # --- waiting ------------------------------------------------------------------------------
 
-    async def pinned_loaded(self, version: int) -> None:
-        """Wait until every evaluating server holds the pinned version ``version``. Updates and restarts end by
+    async def evaluation_loaded(self, version: int) -> None:
+        """Wait until every evaluating server holds ``version``, which is held for them. Updates and restarts end by
         themselves, or end the run, within their own deadlines."""
 
         def look() -> bool | None:
-            pinned = self._pinned
-            if pinned is None or pinned.version.number != version:
+            held = self._for_evaluation
+            if held is None or held.version.number != version:
                 return None
-            return all(server.version == pinned.version for server in self.evaluators) or None
+            return all(server.version == held.version for server in self.evaluators) or None
 
         await self._fleet.changes.until(look)
 
     async def all_loaded(self, version: int) -> None:
-        """Wait until every server holds version ``version``; bounded as ``pinned_loaded`` is."""
+        """Wait until every server holds version ``version``; bounded as ``evaluation_loaded`` is."""
 
         def look() -> bool | None:
             versions = [server.version for server in self._fleet.servers]
@@ -119,8 +121,8 @@ class WeightSync:
     def take_metrics(self) -> dict[str, float]:
         """Seconds of the longest update since the last call, 0.0 when there was none, and how many were verified."""
         found, self._seconds = {"time/sync": self._seconds}, 0.0
-        if (book := self._updater.book) is not None:
-            found["sync/verified"], book.verified = book.verified, 0
+        if (verifier := self._updater.verifier) is not None:
+            found["sync/verified"], verifier.verified = verifier.verified, 0
         return found
 
     # --- whose turn it is ---------------------------------------------------------------------
@@ -137,13 +139,13 @@ class WeightSync:
                         server.updating = True
                     self._start(self._update(wave), wave)
                 elif (old := self._unused()) is not None:
-                    self._start(self._updater.courier(old).release(old), None)
+                    self._start(self._updater.transport(old).release(old), None)
                 else:
                     await self._fleet.changes.wait()
         finally:
             await cancel(*self._waves)
 
-    def _start(self, work: Coroutine[Any, Any, None], wave: Wave | None) -> None:
+    def _start(self, work: Coroutine[Any, Any, None], wave: Wave[Server] | None) -> None:
         task = asyncio.ensure_future(work)
         self._waves[task] = wave
         task.add_done_callback(lambda _: self._fleet.changes.notify())
@@ -151,11 +153,11 @@ class WeightSync:
     def _unused(self) -> WeightsReady | None:
         """Weights, no longer held, that nobody will be given any more."""
         used = {wave.weights.version for wave in self._waves.values() if wave is not None}
-        used |= {weights.version for weights in (self._newest, self._pinned) if weights is not None}
-        version = next((version for version in self._held if version not in used), None)
-        return None if version is None else self._held.pop(version)
+        used |= {weights.version for weights in (self._newest, self._for_evaluation) if weights is not None}
+        version = next((version for version in self._offered if version not in used), None)
+        return None if version is None else self._offered.pop(version)
 
-    def _next_wave(self) -> Wave | None:
+    def _next_wave(self) -> Wave[Server] | None:
         servers = self._fleet.servers
         due = [(server, target) for server in servers if (target := self._due(server)) is not None]
         if not due:
@@ -166,13 +168,13 @@ class WeightSync:
         if busy >= (self._wave if rolls else len(servers)):
             return None
         first, target = due[0]
-        if not self._updater.courier(target).together:
+        if not self._updater.transport(target).together:
             return Wave([first], target)
-        if busy:  # the learner sends one broadcast at a time
+        if busy:  # the learner sends to one wave at a time
             return None
-        if first in self._alone:
+        if first in self._one_by_one:
             return Wave([first], target)
-        chosen = [server for server, wanted in due if wanted is target and server not in self._alone]
+        chosen = [server for server, wanted in due if wanted is target and server not in self._one_by_one]
         if rolls:  # the same servers together every time, so that their group is used again
             chosen = [server for server in chosen if server.index // self._wave == first.index // self._wave]
         return Wave(sorted(chosen, key=lambda server: server.index), target)
@@ -182,11 +184,11 @@ class WeightSync:
         target = self._target(server)
         if target is None or not server.available or server.updating or server.version == target.version:
             return None
-        return target if self._fleet.check(server, server.life) else None
+        return target if self._fleet.check(server, server.incarnation) else None
 
     # --- one wave -----------------------------------------------------------------------------
 
-    async def _update(self, wave: Wave) -> None:
+    async def _update(self, wave: Wave[Server]) -> None:
         started = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -197,16 +199,16 @@ class WeightSync:
             await self._failed(wave, error)
         else:
             self._seconds = max(self._seconds, time.monotonic() - started)
-            for server, life in zip(wave.servers, wave.lives, strict=True):
-                self._refusals.pop((server, life), None)
-                self._alone.discard(server)
-                if server.life == life:
+            for server, incarnation in zip(wave.servers, wave.incarnations, strict=True):
+                self._refusals.pop((server, incarnation), None)
+                self._one_by_one.discard(server)
+                if server.incarnation == incarnation:
                     self._fleet.loaded(server, wave.weights.version)
         finally:
             for server in wave.servers:
                 server.updating = False
 
-    async def _failed(self, wave: Wave, error: Exception, *, by_learner: bool = False) -> None:
+    async def _failed(self, wave: Wave[Server], error: Exception, *, by_learner: bool = False) -> None:
         """The wave's servers hold no known version. Which of them failed is known when there is only one, or when time
         ran out for only one."""
         for server in wave.servers:
@@ -214,18 +216,18 @@ class WeightSync:
         version = wave.weights.version
         late = wave.waits_for if isinstance(error, TimeoutError) else set()
         if len(wave.servers) > 1 and len(late) != 1:
-            self._alone |= set(wave.servers)
+            self._one_by_one |= set(wave.servers)
             names = ", ".join(server.name for server in wave.servers)
-            print(f"weights {version} did not reach {names} ({_why(wave, error)}); trying each alone", flush=True)
+            print(f"weights {version} did not reach {names} ({_why(wave, error)}); trying them one by one", flush=True)
             return
         server = next(iter(late), wave.servers[0])
-        life = wave.lives[wave.servers.index(server)]
-        if not self._fleet.check(server, life):
+        incarnation = wave.incarnations[wave.servers.index(server)]
+        if not self._fleet.check(server, incarnation):
             return  # it died; supervision restarts it, or has done so
         if isinstance(error, ServerUnavailable | TimeoutError):
             await self._unreachable(server, wave, error)
             return
-        refusals = self._refusals[server, life] = self._refusals.get((server, life), 0) + 1
+        refusals = self._refusals[server, incarnation] = self._refusals.get((server, incarnation), 0) + 1
         what = f"{server.name} refused weights {version}"
         if by_learner:
             what = f"weights {version} did not reach {server.name}"
@@ -233,7 +235,7 @@ class WeightSync:
             raise SyncError(f"{what} twice: {error}" + ("" if by_learner else f", see {server.log}")) from error
         print(f"{what} ({error}); trying once more", flush=True)
 
-    async def _unreachable(self, server: Server, wave: Wave, error: Exception) -> None:
+    async def _unreachable(self, server: Server, wave: Wave[Server], error: Exception) -> None:
         """The server lives and does not answer: it is replaced if that is allowed."""
         if server.starts > self._fleet.options.max_restarts:
             limit = f"within {self._timeout_s:g} s (rollout.sync_timeout_s) in step: {wave.at}"
@@ -250,5 +252,5 @@ def _age(server: Server) -> int:
     return -1 if server.version is None else server.version.number
 
 
-def _why(wave: Wave, error: Exception) -> str:
+def _why(wave: Wave[Server], error: Exception) -> str:
     return f"out of time in step: {wave.at}" if isinstance(error, TimeoutError) else str(error)

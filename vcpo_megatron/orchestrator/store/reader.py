@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ...types import Group, Trajectory, TrajectoryResult
-from .records import COLUMNS, TOKEN_BYTES, experts_of, from_row
+from ...types import Group, Trajectory
+from .records import experts_of, trajectory_of
 from .schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, StoreError, store_errors
 
 
@@ -95,8 +94,7 @@ class StoreReader:
         }
 
     def check_belongs(self, step: int, state: Mapping[str, Any] | None) -> None:
-        """StoreError when the file is of another run than the checkpoint of ``step`` with ``state``, or older. Earlier
-        versions kept no id in a checkpoint: any file that is not older passes then."""
+        """StoreError when the file is of another run than the checkpoint of ``step`` with ``state``, or older."""
         here = self.state()
         expected = {"position": step, **(state or {})}
         if expected["position"] != step:
@@ -124,16 +122,6 @@ class StoreReader:
     def groups_trained_at(self, step: int) -> list[Group]:
         """The batch that ``step`` consumed (skipped or not), in the order it was trained; [] when unknown."""
         return self._groups("g.step = ? ORDER BY g.position", (step,))
-
-    def results_at(self, step: int) -> list[TrajectoryResult]:
-        """What ``step`` found for each trajectory, in training order; nan where nothing was reported."""
-        rows = self._rows(
-            "SELECT group_id, sample_index, log_ratio, weight, grad_norm, baseline FROM groups g "
-            "JOIN trajectories t USING (group_id) WHERE g.step = ? ORDER BY g.position, t.sample_index",
-            (step,),
-        )
-        # SQLite has no nan: it keeps one as NULL.
-        return [TrajectoryResult(row[0], row[1], *(math.nan if x is None else x for x in row[2:])) for row in rows]
 
     def history(self, *, step: int | None = None, prompt_id: str | None = None) -> Iterator[dict[str, Any]]:
         """One row a trajectory, in order of training and then of admission: what became of it, and with which numbers.
@@ -171,7 +159,7 @@ class StoreReader:
                 f"SUM(t.state = '{DROPPED}') AS dropped, SUM(t.state = '{FAILED}') AS failed, "
                 f"MAX({trained} g.step - t.oldest_version END) AS staleness, AVG({trained} t.reward END) AS reward, "
                 f"CASE WHEN COUNT({trained} s.group_id END) = SUM(t.state = '{TRAINED}') "
-                f"THEN SUM({trained} LENGTH(s.tokens) / {TOKEN_BYTES} - s.prompt_length END) END AS tokens "
+                f"THEN SUM({trained} s.length - s.prompt_length END) END AS tokens "
                 "FROM progress, trajectories t JOIN groups g USING (group_id) "
                 "LEFT JOIN samples s ON s.group_id = t.group_id AND s.sample_index = t.sample_index "
                 f"WHERE t.state IN ('{TRAINED}', '{DROPPED}', '{FAILED}') GROUP BY first ORDER BY first IS NULL, first",
@@ -182,7 +170,7 @@ class StoreReader:
     def trajectory(self, group_id: int, sample_index: int) -> Trajectory | None:
         """One trajectory with its tokens; None when none are stored (any more). Routed experts are left out."""
         rows = self._sample_rows("s.group_id = ? AND s.sample_index = ?", (group_id, sample_index))
-        return from_row(rows[0], rows[0]["prompt_id"], str(self._path)) if rows else None
+        return trajectory_of(rows[0], None, str(self._path)) if rows else None
 
     # --- internals ----------------------------------------------------------------------------
 
@@ -201,7 +189,7 @@ class StoreReader:
 
     def _trajectory(self, row: sqlite3.Row) -> Trajectory:
         experts = self._experts(row["group_id"], row["sample_index"])
-        return from_row(row, row["prompt_id"], str(self._path), experts)
+        return trajectory_of(row, experts, str(self._path))
 
     def _groups(self, condition: str, parameters: Sequence[Any]) -> list[Group]:
         """Groups with all their trajectories; ``condition`` is a WHERE clause on ``g`` with its ORDER BY."""
@@ -224,8 +212,7 @@ class StoreReader:
         return [self._trajectory(row) for row in rows]
 
     def _sample_rows(self, condition: str, parameters: Sequence[Any]) -> list[sqlite3.Row]:
-        columns = ", ".join(f"s.{name}" for name in COLUMNS)
         return self._rows(
-            f"SELECT g.prompt_id, g.size, {columns} FROM groups g JOIN samples s USING (group_id) WHERE {condition}",
+            f"SELECT g.prompt_id, g.size, s.* FROM groups g JOIN samples s USING (group_id) WHERE {condition}",
             parameters,
         )

@@ -14,12 +14,12 @@ of one, after the first was rolled back, does the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ...types import Group
-from .store import RolloutStore, StoreFullError
+from .schema import StoreFullError
+from .store import RolloutStore
 
 _T = TypeVar("_T")
 
@@ -78,7 +78,7 @@ class Recorder:
         self.give_up()
         try:
             if self._store is not None and reason is not None:
-                await self.write(lambda store: store.finish(reason))
+                await self.write(lambda store: store.end_run(reason))
         finally:
             if self._store is not None:
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
@@ -128,12 +128,3 @@ class Recorder:
         store = self._opened()
         with store.transaction():
             return [operation(store) for operation in operations]
-
-
-def record_whole(store: RolloutStore, groups: Mapping[int, Group]) -> None:
-    """Operation that admits complete groups, each at its data position, with all their trajectories."""
-    for position, group in groups.items():
-        version = min(version for trajectory in group.trajectories for version in trajectory.versions)
-        store.admit(group.group_id, group.prompt_id, position, len(group.trajectories), version)
-        for trajectory in group.trajectories:
-            store.add_trajectory(trajectory)

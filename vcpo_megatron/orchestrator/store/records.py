@@ -1,128 +1,122 @@
-"""How a trajectory is written to a row of ``samples`` and read back, with a checksum over all of it."""
+"""What the store keeps as blobs: trajectories, their routed experts, and the answers that unfinished ones have.
+
+Each is a row of a table of its own: columns that queries need, one blob of ``types.codec``, and a CRC-32 of both.
+"""
 
 from __future__ import annotations
 
-import json
-import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ...types import PolicyVersion, Trajectory, Turn, VersionSpan
+from ...rollout.client.protocol import GenerateResult, Span
+from ...types import PolicyVersion, Trajectory
+from ...types.codec import from_blob, pack_array, pack_trajectories, to_blob, unpack_array, unpack_trajectories
 from .schema import StoreError
 
-COLUMNS = (
-    "group_id",
-    "sample_index",
-    "prompt_length",
-    "tokens",
-    "loss_mask",
-    "behavior_logprobs",
-    "turns",
-    "reward",
-    "info",
-    "checksum",
-)
 
-#: Of one token in the column ``tokens``.
-TOKEN_BYTES = 4
+@dataclass(frozen=True)
+class Answer:
+    """One answer of a server to an unfinished trajectory; ``prompt``: CRC-32 of the tokens that it was given."""
 
-ROUTING_COLUMNS = ("group_id", "sample_index", "bytes_each", "layers", "top_k", "experts", "checksum")
+    prompt: int
+    result: GenerateResult
+
+    def versions(self) -> list[int]:
+        return [PolicyVersion.parse(span.version).number for span in self.result.spans]
 
 
-def problem_of(trajectory: Trajectory) -> str | None:
-    """Why ``trajectory`` cannot be trained on, and so is not stored; None when it can."""
-    if not trajectory.versions or not trajectory.num_sampled:
-        return "holds no sampled token"
-    if not math.isfinite(trajectory.reward):
-        return f"has reward {trajectory.reward}"
-    if not np.isfinite(trajectory.behavior_logprobs).all():
-        return "holds a log-prob that is not finite"
-    for name, value in trajectory.info.items():
-        if not isinstance(value, int | float | np.number):
-            return f"has info {name} = {value!r}, which is no number"
-    return None
+def sample_row(trajectory: Trajectory) -> tuple[Any, ...]:
+    """Row of ``samples``; the experts go to a row of their own, since they are forgotten sooner."""
+    buffers: list[Any] = []
+    header = pack_trajectories([trajectory], buffers, experts=False)
+    columns = (trajectory.group_id, trajectory.sample_index, trajectory.prompt_length, len(trajectory.tokens))
+    return _row(columns, to_blob(header, buffers))
 
 
-def to_row(trajectory: Trajectory) -> tuple[Any, ...]:
-    """Values of ``COLUMNS``: arrays as little-endian int32 and float32, the mask one bit a token."""
-    turns = [
-        [turn.start, turn.end, turn.finish_reason, [[s.start, s.end, str(s.version)] for s in turn.spans]]
-        for turn in trajectory.turns
-    ]
-    values = (
-        trajectory.group_id,
-        trajectory.sample_index,
-        trajectory.prompt_length,
-        trajectory.tokens.astype(f"<i{TOKEN_BYTES}").tobytes(),
-        np.packbits(trajectory.loss_mask).tobytes(),
-        trajectory.behavior_logprobs.astype("<f4").tobytes(),
-        json.dumps(turns, separators=(",", ":")),
-        float(trajectory.reward),
-        json.dumps({key: float(value) for key, value in trajectory.info.items()}, separators=(",", ":")),
-    )
-    return (*values, _checksum(values))
-
-
-def from_row(row: Mapping[str, Any] | Any, prompt_id: str, where: str, experts: np.ndarray | None = None) -> Trajectory:
-    """Inverse of ``to_row``, with the ``experts`` that were kept beside it; StoreError naming the trajectory and
+def trajectory_of(row: Any, experts: np.ndarray | None, where: str) -> Trajectory:
+    """Inverse of ``sample_row``, with the ``experts`` that were kept beside it; StoreError naming the trajectory and
     ``where`` when a bit has changed."""
-    values = tuple(row[name] for name in COLUMNS[:-1])
-    if _checksum(values) != row["checksum"]:
+    if not _is_whole(row, ("group_id", "sample_index", "prompt_length", "length")):
         raise StoreError(
-            f"trajectory {values[0]}/{values[1]} in {where} is damaged: its checksum does not match; "
+            f"trajectory {_uid(row)} in {where} is damaged: its checksum does not match; "
             "restore the file from a copy or start a new run"
         )
-    group_id, sample_index, prompt_length, tokens, mask, logprobs, turns, reward, info = values
-    ids = np.frombuffer(tokens, f"<i{TOKEN_BYTES}").astype(np.int32)
-    return Trajectory(
-        group_id=group_id,
-        sample_index=sample_index,
-        prompt_id=prompt_id,
-        prompt_length=prompt_length,
-        tokens=ids,
-        loss_mask=np.unpackbits(np.frombuffer(mask, np.uint8), count=len(ids)).astype(np.bool_),
-        behavior_logprobs=np.frombuffer(logprobs, "<f4").astype(np.float32),
-        turns=tuple(
-            Turn(start, end, reason, tuple(VersionSpan(a, b, PolicyVersion.parse(v)) for a, b, v in spans))
-            for start, end, reason, spans in json.loads(turns)
-        ),
-        reward=reward,
-        info=json.loads(info),
-        routed_experts=experts,
-    )
+    (trajectory,) = unpack_trajectories(*from_blob(row["content"]))
+    return trajectory if experts is None else replace(trajectory, routed_experts=experts)
 
 
 def routing_row(trajectory: Trajectory) -> tuple[Any, ...] | None:
-    """Values of ``ROUTING_COLUMNS``, little-endian; None where no experts were recorded."""
-    experts = trajectory.routed_experts
-    if experts is None:
+    """Row of ``routing``; None where no experts were recorded."""
+    if trajectory.routed_experts is None:
         return None
-    _, layers, top_k = experts.shape
-    data = experts.astype(experts.dtype.newbyteorder("<"), copy=False).tobytes()
-    values = (trajectory.group_id, trajectory.sample_index, experts.dtype.itemsize, layers, top_k, data)
-    return (*values, _checksum(values))
+    buffers: list[Any] = []
+    header = pack_array(trajectory.routed_experts, buffers)
+    return _row((trajectory.group_id, trajectory.sample_index), to_blob(header, buffers))
 
 
-def experts_of(row: Mapping[str, Any] | Any, where: str) -> np.ndarray:
+def experts_of(row: Any, where: str) -> np.ndarray:
     """Inverse of ``routing_row``; StoreError naming the trajectory and ``where`` when a bit has changed."""
-    values = tuple(row[name] for name in ROUTING_COLUMNS[:-1])
-    if _checksum(values) != row["checksum"]:
+    if not _is_whole(row, ("group_id", "sample_index")):
         raise StoreError(
-            f"routed experts of trajectory {values[0]}/{values[1]} in {where} are damaged: their checksum does not "
-            "match; restore the file from a copy or start a new run"
+            f"routed experts of trajectory {_uid(row)} in {where} are damaged: their checksum does not match; "
+            "restore the file from a copy or start a new run"
         )
-    bytes_each, layers, top_k, data = values[2:]
-    experts = np.frombuffer(data, f"<u{bytes_each}").reshape(-1, layers, top_k)
-    return experts.astype(experts.dtype.newbyteorder("="), copy=False)
+    return unpack_array(*from_blob(row["content"]))
 
 
-def _checksum(values: tuple[Any, ...]) -> int:
-    """CRC-32 over all values, each preceded by its length so that no two rows share a byte string."""
-    crc = 0
-    for value in values:
-        data = value if isinstance(value, bytes) else repr(value).encode()
-        crc = zlib.crc32(data, zlib.crc32(len(data).to_bytes(8, "little"), crc))
-    return crc
+def answers_row(group_id: int, sample_index: int, answers: Sequence[Answer]) -> tuple[Any, ...]:
+    """Row of ``partial_rollouts``; log-probs are kept as float64, so that every bit comes back."""
+    buffers: list[Any] = []
+    header = []
+    for answer in answers:
+        result, routed = answer.result, answer.result.routed_experts
+        ids, logprobs = np.array(result.output_ids, np.int32), np.array(result.logprobs, np.float64)
+        header.append(
+            [
+                answer.prompt,
+                pack_array(ids, buffers),
+                pack_array(logprobs, buffers),
+                result.spans,
+                result.finish_reason,
+                None if routed is None else pack_array(routed, buffers),
+            ]
+        )
+    newest = max(version for answer in answers for version in answer.versions())
+    return _row((group_id, sample_index, newest), to_blob(header, buffers))
+
+
+def answers_of(row: Any, where: str) -> tuple[Answer, ...]:
+    """Inverse of ``answers_row``; StoreError naming the trajectory and ``where`` when a bit has changed."""
+    if not _is_whole(row, ("group_id", "sample_index", "newest_version")):
+        raise StoreError(
+            f"answers of trajectory {_uid(row)} in {where} are damaged: resume with checkpoint.resume_partial = false"
+        )
+    header, buffers = from_blob(row["content"])
+    found = []
+    for prompt, packed_ids, packed_logprobs, spans, reason, routed in header:
+        ids, logprobs = unpack_array(packed_ids, buffers).tolist(), unpack_array(packed_logprobs, buffers).tolist()
+        experts = None if routed is None else unpack_array(routed, buffers)
+        found.append(
+            Answer(prompt, GenerateResult(tuple(ids), tuple(logprobs), tuple(Span(*s) for s in spans), reason, experts))
+        )
+    return tuple(found)
+
+
+def _uid(row: Any) -> str:
+    return f"{row['group_id']}/{row['sample_index']}"
+
+
+def _row(columns: tuple[int, ...], blob: bytes) -> tuple[Any, ...]:
+    return (*columns, blob, _checksum(columns, blob))
+
+
+def _is_whole(row: Any, columns: Sequence[str]) -> bool:
+    return bool(row["checksum"] == _checksum(tuple(row[name] for name in columns), row["content"]))
+
+
+def _checksum(columns: tuple[Any, ...], blob: bytes) -> int:
+    return zlib.crc32(blob, zlib.crc32(repr(columns).encode()))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...types import Group, Trajectory
-from .partial import Answer
+from .records import Answer
 from .schema import ADMITTED, DROPPED, FAILED, RUN_ENDED, SAMPLED, SUPERSEDED, ZERO_VARIANCE
 
 
@@ -15,7 +15,7 @@ from .schema import ADMITTED, DROPPED, FAILED, RUN_ENDED, SAMPLED, SUPERSEDED, Z
 class PartialGroup:
     """A group of which some trajectories are complete; ``missing``: sample indices that are still to be sampled.
 
-    ``version``: number of the version that it was admitted at. ``parked``: answers that missing ones had before a stop.
+    ``version``: number of the version that it was admitted at. ``answers``: what missing ones had before a stop.
     """
 
     group_id: int
@@ -23,7 +23,7 @@ class PartialGroup:
     version: int
     trajectories: tuple[Trajectory, ...]
     missing: tuple[int, ...]
-    parked: Mapping[int, tuple[Answer, ...]] = field(default_factory=dict)
+    answers: Mapping[int, tuple[Answer, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ def undo_after(connection: sqlite3.Connection, step: int, *, keep_partial: bool)
     To be called in a transaction.
     """
     if keep_partial:
-        connection.execute("DELETE FROM parked WHERE newest_version > ?", (step,))
+        connection.execute("DELETE FROM partial_rollouts WHERE newest_version > ?", (step,))
     else:
-        connection.execute("DELETE FROM parked")
+        connection.execute("DELETE FROM partial_rollouts")
     undone = connection.execute(
         "SELECT group_id, cursor_index, size, state, reason, "
         " (SELECT COUNT(*) FROM samples s WHERE s.group_id = g.group_id) AS complete, "
-        " (SELECT COUNT(*) FROM parked p WHERE p.group_id = g.group_id) AS parked, "
+        " (SELECT COUNT(*) FROM partial_rollouts p WHERE p.group_id = g.group_id) AS begun, "
         " (SELECT MAX(newest_version) FROM trajectories t WHERE t.group_id = g.group_id) AS newest "
         "FROM groups g WHERE current = 1 AND (ended_at IS NULL OR ended_at >= ?) ORDER BY group_id",
         (step,),
@@ -68,8 +68,7 @@ def undo_after(connection: sqlite3.Connection, step: int, *, keep_partial: bool)
     cursors: dict[int, int] = {}
     partial: list[int] = []
     for group in undone:
-        begun = group["complete"] or group["parked"]
-        usable = begun and (group["newest"] or 0) <= step and group["state"] != FAILED
+        usable = (group["complete"] or group["begun"]) and (group["newest"] or 0) <= step and group["state"] != FAILED
         in_flight = group["state"] == ADMITTED or group["reason"] == RUN_ENDED
         whole = group["complete"] == group["size"] and group["reason"] != ZERO_VARIANCE
         if usable and (whole or (keep_partial and in_flight)):
@@ -79,7 +78,7 @@ def undo_after(connection: sqlite3.Connection, step: int, *, keep_partial: bool)
                 partial.append(group["group_id"])
         else:
             _supersede(connection, group["group_id"], group["state"], step)
-            connection.execute("DELETE FROM parked WHERE group_id = ?", (group["group_id"],))
+            connection.execute("DELETE FROM partial_rollouts WHERE group_id = ?", (group["group_id"],))
     return cursors, partial
 
 
@@ -100,17 +99,14 @@ def _bring_back(connection: sqlite3.Connection, group_id: int, state: str) -> No
 
 def _supersede(connection: sqlite3.Connection, group_id: int, state: str, step: int) -> None:
     """The group is not part of the run any more; an end as dropped or failed stays as it is."""
-    connection.execute(
-        "UPDATE groups SET current = 0, step = NULL, position = NULL, staleness = NULL WHERE group_id = ?",
-        (group_id,),
-    )
+    undone = "UPDATE groups SET current = 0, step = NULL, position = NULL, staleness = NULL"
     if state in (DROPPED, FAILED):
+        connection.execute(f"{undone} WHERE group_id = ?", (group_id,))
         return
     connection.execute(
         "UPDATE trajectories SET state = ?, reason = ? WHERE group_id = ? AND state != ?",
         (DROPPED, SUPERSEDED, group_id, FAILED),
     )
     connection.execute(
-        "UPDATE groups SET state = ?, reason = ?, ended_at = ? WHERE group_id = ?",
-        (DROPPED, SUPERSEDED, step, group_id),
+        f"{undone}, state = ?, reason = ?, ended_at = ? WHERE group_id = ?", (DROPPED, SUPERSEDED, step, group_id)
     )

@@ -7,11 +7,11 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 APPLICATION_ID = 0x5643504F  # "VCPO" in the header of the file: tells it from any other SQLite file
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 #: Seconds for which opening waits for a process that has the file open.
 BUSY_S = 5.0
 #: Times that a store is copied until one copy is of one moment.
@@ -24,44 +24,50 @@ ADMITTED, SAMPLED, TRAINED, DROPPED, FAILED = "admitted", "sampled", "trained", 
 # gives it up when the position is admitted again, or when resuming from a checkpoint undoes the group.
 # ``ended_at`` is the number of steps done when a group ended; for a trained group that is its ``step``.
 # ``routing`` holds the experts of samples whose routing is replayed, until no checkpoint brings them back.
-# Blobs are in a table of their own, because SQLite rewrites a whole row when one column changes.
+# ``partial_rollouts`` holds what unfinished trajectories had of answers at an orderly stop.
+# ``identity`` is a random id, made with the file: which run the file is of.
+# Blobs are in tables of their own, because SQLite rewrites a whole row when one column changes.
 _SCHEMA = f"""
 CREATE TABLE groups (
-    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, cursor_index INTEGER NOT NULL, size INTEGER NOT NULL,
-    admitted_version TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', ended_at INTEGER,
-    step INTEGER, position INTEGER, staleness INTEGER, current INTEGER NOT NULL DEFAULT 1);
+    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, cursor_index INTEGER NOT NULL,
+    size INTEGER NOT NULL CONSTRAINT "a group has at least one trajectory" CHECK (size >= 1),
+    admitted_version TEXT NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('{ADMITTED}', '{SAMPLED}', '{TRAINED}', '{DROPPED}', '{FAILED}')),
+    reason TEXT NOT NULL DEFAULT '', ended_at INTEGER, step INTEGER, position INTEGER, staleness INTEGER,
+    current INTEGER NOT NULL DEFAULT 1 CHECK (current IN (0, 1)),
+    CONSTRAINT "a group has ended, or is queued" CHECK ((state IN ('{ADMITTED}', '{SAMPLED}')) = (ended_at IS NULL)),
+    CONSTRAINT "a trained group has a step" CHECK (state != '{TRAINED}' OR step IS NOT NULL));
 CREATE INDEX groups_by_state ON groups (state, group_id);
-CREATE INDEX groups_by_step ON groups (step, position);
-CREATE INDEX groups_by_cursor ON groups (cursor_index, current);
+CREATE UNIQUE INDEX groups_by_step ON groups (step, position);
+CREATE INDEX groups_by_cursor ON groups (cursor_index);
+CREATE UNIQUE INDEX current_groups ON groups (cursor_index) WHERE current = 1;
 CREATE TABLE trajectories (
     group_id INTEGER NOT NULL REFERENCES groups, sample_index INTEGER NOT NULL,
-    state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', reward REAL, oldest_version INTEGER, newest_version INTEGER,
-    log_ratio REAL, weight REAL, grad_norm REAL, baseline REAL, PRIMARY KEY (group_id, sample_index)) WITHOUT ROWID;
+    state TEXT NOT NULL CHECK (state IN ('{ADMITTED}', '{SAMPLED}', '{TRAINED}', '{DROPPED}', '{FAILED}')),
+    reason TEXT NOT NULL DEFAULT '',
+    reward REAL CONSTRAINT "a reward is finite" CHECK (abs(reward) < 9e999),
+    oldest_version INTEGER, newest_version INTEGER, log_ratio REAL, weight REAL, grad_norm REAL, baseline REAL,
+    CONSTRAINT "what was sampled has a reward" CHECK (state NOT IN ('{SAMPLED}', '{TRAINED}') OR reward IS NOT NULL),
+    CONSTRAINT "what was sampled has a sampled token"
+        CHECK (state NOT IN ('{SAMPLED}', '{TRAINED}') OR oldest_version + newest_version IS NOT NULL),
+    PRIMARY KEY (group_id, sample_index)) WITHOUT ROWID;
 CREATE TABLE samples (
-    group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, prompt_length INTEGER NOT NULL,
-    tokens BLOB NOT NULL, loss_mask BLOB NOT NULL, behavior_logprobs BLOB NOT NULL,
-    turns TEXT NOT NULL, reward REAL NOT NULL, info TEXT NOT NULL, checksum INTEGER NOT NULL,
-    UNIQUE (group_id, sample_index));
+    group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, prompt_length INTEGER NOT NULL, length INTEGER NOT NULL,
+    content BLOB NOT NULL, checksum INTEGER NOT NULL,
+    UNIQUE (group_id, sample_index), FOREIGN KEY (group_id, sample_index) REFERENCES trajectories);
 CREATE TABLE routing (
-    group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, bytes_each INTEGER NOT NULL, layers INTEGER NOT NULL,
-    top_k INTEGER NOT NULL, experts BLOB NOT NULL, checksum INTEGER NOT NULL, UNIQUE (group_id, sample_index));
-CREATE TABLE progress (steps_done INTEGER NOT NULL);
+    group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, content BLOB NOT NULL, checksum INTEGER NOT NULL,
+    UNIQUE (group_id, sample_index), FOREIGN KEY (group_id, sample_index) REFERENCES trajectories);
+CREATE TABLE partial_rollouts (
+    group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, newest_version INTEGER NOT NULL,
+    content BLOB NOT NULL, checksum INTEGER NOT NULL,
+    UNIQUE (group_id, sample_index), FOREIGN KEY (group_id, sample_index) REFERENCES trajectories);
+CREATE TABLE progress (steps_done INTEGER NOT NULL CHECK (steps_done >= 0));
 INSERT INTO progress VALUES (0);
+CREATE TABLE identity (run TEXT NOT NULL);
+INSERT INTO identity VALUES (lower(hex(randomblob(16))));
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
-"""
-
-# What unfinished trajectories had of answers at an orderly stop; a file of an earlier version of this program lacks it.
-_PARKED = """
-CREATE TABLE IF NOT EXISTS parked (
-    group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, newest_version INTEGER NOT NULL,
-    answers TEXT NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (group_id, sample_index)) WITHOUT ROWID
-"""
-
-# A random id, made with the file: which run the file is of. A file of an earlier version gets its id when it is opened.
-_IDENTITY = """
-CREATE TABLE IF NOT EXISTS identity (run TEXT NOT NULL);
-INSERT INTO identity SELECT lower(hex(randomblob(16))) WHERE NOT EXISTS (SELECT 1 FROM identity);
 """
 
 #: Reasons for which a group is dropped that a resume has to tell from others.
@@ -80,17 +86,18 @@ class StoreFullError(StoreError):
 
 
 @contextmanager
-def store_errors(path: Path) -> Iterator[None]:
-    """Turn an error of SQLite into a ``StoreError`` that names ``path`` and the remedy."""
+def store_errors(path: Path, what: str = "a change") -> Iterator[None]:
+    """Turn an error of SQLite into a ``StoreError`` that names ``path`` and the remedy; ``what`` is done, for a change
+    that a constraint of the schema refuses."""
     try:
         yield
     except sqlite3.Error as error:
         # A quota or a limit on file sizes comes as an error of writing, a full disk as FULL.
         full = (getattr(error, "sqlite_errorname", "") or "").startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE"))
-        raise (StoreFullError if full else StoreError)(_explain(path, error)) from error
+        raise (StoreFullError if full else StoreError)(_explain(path, what, error)) from error
 
 
-def _explain(path: Path, error: sqlite3.Error) -> str:
+def _explain(path: Path, what: str, error: sqlite3.Error) -> str:
     match getattr(error, "sqlite_errorname", "") or "":
         case name if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
             return (
@@ -107,12 +114,14 @@ def _explain(path: Path, error: sqlite3.Error) -> str:
             return f"rollout store {path} cannot be written ({error}); check the permissions of its folder"
         case name if name.startswith("SQLITE_CANTOPEN"):
             return f"rollout store {path} cannot be opened ({error}); check that its folder exists and is readable"
+        case name if name.startswith("SQLITE_CONSTRAINT"):
+            return f"{what} contradicts what rollout store {path} holds: {error}"
         case name:
             return f"rollout store {path}: {error}{f' ({name})' if name else ''}"
 
 
 def check_identity(connection: sqlite3.Connection, path: Path) -> None:
-    """StoreError when the file was made by another program or by a newer version of this one."""
+    """StoreError when the file was made by another program or by another version of this one."""
     application, schema = (
         connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
     )
@@ -124,7 +133,7 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
     if schema != SCHEMA_VERSION:
         raise StoreError(
             f"rollout store {path} has format {schema}, this version reads format {SCHEMA_VERSION}; "
-            "use the version of vcpo_megatron that wrote it"
+            "use the version of vcpo_megatron that wrote it, or start a new run in another --run-dir"
         )
 
 
@@ -152,29 +161,24 @@ def open_exclusively(path: Path, *, create: bool = True) -> sqlite3.Connection:
 
 
 def _open_at_once(path: Path) -> sqlite3.Connection:
-    with store_errors(path):
+    with store_errors(path), ExitStack() as on_error:
         connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
-    try:
-        with store_errors(path):
-            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-            connection.execute("BEGIN EXCLUSIVE")
-            empty = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0
-            connection.execute("COMMIT")
-            if not empty:
-                check_identity(connection, path)  # before anything is changed in a file that is not ours
-            mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-            if mode != "wal":
-                raise StoreError(f"rollout store {path}: its file system does not allow a write-ahead log")
-            connection.execute("PRAGMA synchronous = FULL")
-            if empty:
-                connection.executescript(f"BEGIN; {_SCHEMA} {_IDENTITY} COMMIT;")
-            check_identity(connection, path)
-            connection.execute(_PARKED)
-            if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'identity'").fetchone():
-                connection.executescript(f"BEGIN; {_IDENTITY} COMMIT;")
-    except BaseException:  # not handled here: nothing stays open
-        connection.close()
-        raise
+        on_error.callback(connection.close)
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute("BEGIN EXCLUSIVE")
+        empty = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0
+        connection.execute("COMMIT")
+        if not empty:
+            check_identity(connection, path)  # before anything is changed in a file that is not ours
+        mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise StoreError(f"rollout store {path}: its file system does not allow a write-ahead log")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        if empty:
+            connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+        check_identity(connection, path)
+        on_error.pop_all()
     return connection
 
 
@@ -204,12 +208,11 @@ class ReadOnlyFile:
                 raise
             self._copy = tempfile.TemporaryDirectory(prefix="vcpo-store-")
             copied = Path(self._copy.name) / path.name
-            try:
+            with ExitStack() as on_error:
+                on_error.callback(self._copy.cleanup)
                 _copy_consistently(path, copied)
                 self.connection = _open_uri(copied, "mode=ro")
-            except BaseException:  # not handled here: nothing stays open
-                self._copy.cleanup()
-                raise
+                on_error.pop_all()
 
     def close(self) -> None:
         self.connection.close()
@@ -250,15 +253,12 @@ def _salts(path: Path) -> bytes:
 
 
 def _open_uri(path: Path, options: str) -> sqlite3.Connection:
-    with store_errors(path):
+    with store_errors(path), ExitStack() as on_error:
         connection = sqlite3.connect(
             f"{path.absolute().as_uri()}?{options}", uri=True, timeout=0, isolation_level=None, check_same_thread=False
         )
-    try:
-        with store_errors(path):
-            connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-            check_identity(connection, path)
-    except BaseException:  # not handled here: nothing stays open
-        connection.close()
-        raise
+        on_error.callback(connection.close)
+        connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+        check_identity(connection, path)
+        on_error.pop_all()
     return connection

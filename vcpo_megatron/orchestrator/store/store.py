@@ -12,16 +12,14 @@ loop calls them from one worker thread (any thread may call, but only one at a t
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ...types import PolicyVersion, Trajectory, TrajectoryResult
-from .partial import Answer, from_text, to_text
-from .reader import Counts, StoreReader
-from .records import COLUMNS, ROUTING_COLUMNS, problem_of, routing_row, to_row
+from .reader import StoreReader
+from .records import Answer, answers_of, answers_row, routing_row, sample_row
 from .resume import PartialGroup, ResumePlan, undo_after
 from .schema import (
     ADMITTED,
@@ -32,23 +30,16 @@ from .schema import (
     TRAINED,
     ReadOnlyFile,
     StoreError,
-    StoreFullError,
     open_exclusively,
+    store_errors,
 )
-from .schema import store_errors as _store_errors
-
-__all__ = ["Counts", "PartialGroup", "ResumePlan", "RolloutStore", "StoreError", "StoreFullError", "StoreReader"]
-
-_INSERT_SAMPLE = f"INSERT INTO samples ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
-
-_INSERT_ROUTING = f"INSERT INTO routing ({', '.join(ROUTING_COLUMNS)}) VALUES ({', '.join('?' * len(ROUTING_COLUMNS))})"
 
 
 class RolloutStore(StoreReader):
     """The store, open for writing.
 
     Opening makes the file when there is none, unless ``create`` is False. StoreError: it is missing then, another
-    process has it open, it belongs to another program, it is newer than this program, or its folder cannot be written.
+    process has it open, it belongs to another program or another version of this one, or its folder cannot be written.
     """
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
@@ -75,19 +66,22 @@ class RolloutStore(StoreReader):
             yield
             return
         self._in_transaction = True
-        try:
-            with _store_errors(self._path):
-                self._connection.execute("BEGIN IMMEDIATE")
-                yield
-                self._connection.execute("COMMIT")
-        except BaseException:  # not handled here: nothing of it is written
-            with _store_errors(self._path):
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                self._totals = self._count()
-            raise
-        finally:
-            self._in_transaction = False
+        with ExitStack() as on_error:
+            on_error.callback(self._roll_back)
+            try:
+                with store_errors(self._path):
+                    self._connection.execute("BEGIN IMMEDIATE")
+                    yield
+                    self._connection.execute("COMMIT")
+            finally:
+                self._in_transaction = False
+            on_error.pop_all()
+
+    def _roll_back(self) -> None:
+        with store_errors(self._path):
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            self._totals = self._count()
 
     # --- a group's life -----------------------------------------------------------------------
 
@@ -97,22 +91,11 @@ class RolloutStore(StoreReader):
         A position may be admitted again once its former group was dropped or has failed. StoreError when the
         group id was used, or when the position is queued or trained already.
         """
-        if size < 1:
-            raise StoreError(f"group {group_id} has size {size}; a group has at least one trajectory")
-        with self.transaction():
-            taken = self._rows("SELECT state FROM groups WHERE group_id = ?", (group_id,))
-            if taken:
-                raise StoreError(f"group {group_id} was admitted before (it is {taken[0][0]}) in {self._path}")
-            current = self._rows(
-                "SELECT group_id, state FROM groups WHERE cursor_index = ? AND current = 1", (cursor_index,)
-            )
-            if current and current[0]["state"] not in (DROPPED, FAILED):
-                raise StoreError(
-                    f"group {group_id}: data position {cursor_index} belongs to group {current[0]['group_id']}, "
-                    f"which is {current[0]['state']}"
-                )
+        what = f"admission of group {group_id} at data position {cursor_index}"
+        with self.transaction(), store_errors(self._path, what):
             self._connection.execute(
-                "UPDATE groups SET current = 0 WHERE cursor_index = ? AND current = 1", (cursor_index,)
+                "UPDATE groups SET current = 0 WHERE cursor_index = ? AND current = 1 AND state IN (?, ?)",
+                (cursor_index, DROPPED, FAILED),
             )
             self._connection.execute(
                 "INSERT INTO groups (group_id, prompt_id, cursor_index, size, admitted_version, state) "
@@ -131,39 +114,41 @@ class RolloutStore(StoreReader):
         False, and nothing changes: its group has ended before (it is counted there). StoreError: it was
         never admitted, came before, holds no sampled token, or has a reward that is not finite.
         """
-        where = f"trajectory {trajectory.uid}"
-        if problem := problem_of(trajectory):
-            raise StoreError(f"{where} {problem}; record it as failed")
+        what = f"trajectory {trajectory.uid}"
         group_id, sample = trajectory.group_id, trajectory.sample_index
-        with self.transaction():
+        with self.transaction(), store_errors(self._path, what):
             group = self._group(group_id)
             if group["state"] not in (ADMITTED, SAMPLED):
                 return False
             if group["prompt_id"] != trajectory.prompt_id:
-                raise StoreError(f"{where} is of prompt {trajectory.prompt_id!r}, not {group['prompt_id']!r}")
-            if self._member_state(group_id, sample) != ADMITTED:
-                raise StoreError(f"{where} came twice")
-            self._connection.execute(_INSERT_SAMPLE, to_row(trajectory))
-            if (routing := routing_row(trajectory)) is not None:
-                self._connection.execute(_INSERT_ROUTING, routing)
-            self._connection.execute(
+                raise StoreError(f"{what} is of prompt {trajectory.prompt_id!r}, not {group['prompt_id']!r}")
+            versions = [version.number for version in trajectory.versions]
+            found = self._connection.execute(
                 "UPDATE trajectories SET state = ?, reward = ?, oldest_version = ?, newest_version = ? "
-                "WHERE group_id = ? AND sample_index = ?",
+                "WHERE group_id = ? AND sample_index = ? AND state = ?",
                 (
                     SAMPLED,
                     float(trajectory.reward),
-                    trajectory.oldest_version,
-                    trajectory.newest_version,
+                    min(versions, default=None),
+                    max(versions, default=None),
                     group_id,
                     sample,
+                    ADMITTED,
                 ),
             )
-            self._unpark(group_id, sample)
+            if not found.rowcount:
+                raise StoreError(f"{what} came twice, or was never admitted to {self._path}")
+            self._insert("samples", sample_row(trajectory))
+            if (routing := routing_row(trajectory)) is not None:
+                self._insert("routing", routing)
+            self._forget_answers(group_id, sample)
             self._totals[ADMITTED] -= 1
             self._totals[SAMPLED] += 1
-            missing = "SELECT 1 FROM trajectories WHERE group_id = ? AND state = ? LIMIT 1"
-            if not self._rows(missing, (group_id, ADMITTED)):
-                self._connection.execute("UPDATE groups SET state = ? WHERE group_id = ?", (SAMPLED, group_id))
+            self._connection.execute(
+                "UPDATE groups SET state = ? WHERE group_id = ? AND NOT EXISTS "
+                "(SELECT 1 FROM trajectories WHERE group_id = ? AND state = ?)",
+                (SAMPLED, group_id, group_id, ADMITTED),
+            )
             return True
 
     def mark_trained(
@@ -184,18 +169,16 @@ class RolloutStore(StoreReader):
         with self.transaction():
             if step != self.steps_done():
                 raise StoreError(f"step {step} was trained, but {self._path} expects step {self.steps_done()}")
-            if len(set(group_ids)) != len(group_ids) or len(staleness) != len(group_ids):
-                raise StoreError(f"step {step}: {len(group_ids)} groups, some twice or without their staleness")
             end, reason = (DROPPED, skipped) if skipped else (TRAINED, "")
             for position, (group_id, age) in enumerate(zip(group_ids, staleness, strict=True)):
                 state = self._group(group_id)["state"]
                 if state != SAMPLED:
                     raise StoreError(f"step {step} was trained on group {group_id}, which is {state}, not complete")
-                self._end(group_id, end, reason, at=step)
                 self._connection.execute(
                     "UPDATE groups SET step = ?, position = ?, staleness = ? WHERE group_id = ?",
                     (step, position, int(age), group_id),
                 )
+                self._end(group_id, end, reason, at=step)
             self._record(step, results, set(group_ids))
             self._connection.execute("UPDATE progress SET steps_done = ?", (step + 1,))
 
@@ -247,27 +230,23 @@ class RolloutStore(StoreReader):
                 "INSERT INTO trajectories (group_id, sample_index, state) VALUES (?, ?, ?)",
                 (group_id, replacement, ADMITTED),
             )
-            self._unpark(group_id, sample_index)
+            self._forget_answers(group_id, sample_index)
             self._totals[FAILED] += 1
             return True
 
-    def park(self, group_id: int, sample_index: int, answers: Sequence[Answer]) -> bool:
+    def keep_answers(self, group_id: int, sample_index: int, answers: Sequence[Answer]) -> bool:
         """Keep what an unfinished trajectory has of answers. False, and nothing changes: it has ended before."""
         with self.transaction():
             if self._group(group_id)["state"] != ADMITTED or self._member_state(group_id, sample_index) != ADMITTED:
                 return False
-            text = to_text(answers)
-            newest = max(version for answer in answers for version in answer.versions())
-            self._connection.execute(
-                "INSERT OR REPLACE INTO parked VALUES (?, ?, ?, ?, ?)",
-                (group_id, sample_index, newest, text, zlib.crc32(text.encode())),
-            )
+            self._forget_answers(group_id, sample_index)
+            self._insert("partial_rollouts", answers_row(group_id, sample_index, answers))
             return True
 
-    def _unpark(self, group_id: int, sample_index: int | None = None) -> None:
+    def _forget_answers(self, group_id: int, sample_index: int | None = None) -> None:
         """Forget what a trajectory, or all of a group, had of answers: it has ended."""
         self._connection.execute(
-            "DELETE FROM parked WHERE group_id = ? AND sample_index = COALESCE(?, sample_index)",
+            "DELETE FROM partial_rollouts WHERE group_id = ? AND sample_index = COALESCE(?, sample_index)",
             (group_id, sample_index),
         )
 
@@ -280,7 +259,7 @@ class RolloutStore(StoreReader):
         """
         ended = "WHERE group_id IN (SELECT group_id FROM groups WHERE state IN (?, ?) AND ended_at < ?)"
         with self.transaction():
-            self._connection.execute(f"DELETE FROM parked {ended}", (TRAINED, DROPPED, before))
+            self._connection.execute(f"DELETE FROM partial_rollouts {ended}", (TRAINED, DROPPED, before))
             return self._connection.execute(f"DELETE FROM samples {ended}", (TRAINED, DROPPED, before)).rowcount
 
     def prune_routing(self, before: int) -> int:
@@ -291,7 +270,7 @@ class RolloutStore(StoreReader):
                 "DELETE FROM routing WHERE group_id IN (SELECT group_id FROM groups WHERE ended_at < ?)", (before,)
             ).rowcount
 
-    def finish(self, reason: str = RUN_ENDED) -> None:
+    def end_run(self, reason: str = RUN_ENDED) -> None:
         """End every queued group as dropped(reason), at the end of a run."""
         with self.transaction():
             queued = self._rows("SELECT group_id FROM groups WHERE state IN (?, ?)", (ADMITTED, SAMPLED))
@@ -346,22 +325,18 @@ class RolloutStore(StoreReader):
             PolicyVersion.parse(group["admitted_version"]).number,
             tuple(self._members("g.group_id = ?", (group_id,))),
             indices,
-            self._parked(group_id, indices),
+            self._answers(group_id, indices),
         )
 
-    def _parked(self, group_id: int, samples: Sequence[int]) -> dict[int, tuple[Answer, ...]]:
-        found = {}
-        for row in self._rows("SELECT * FROM parked WHERE group_id = ?", (group_id,)):
-            if row["checksum"] != zlib.crc32(row["answers"].encode()):
-                raise StoreError(
-                    f"answers of trajectory {group_id}/{row['sample_index']} in {self._path} are damaged: "
-                    "resume with checkpoint.resume_partial = false"
-                )
-            if row["sample_index"] in samples:
-                found[row["sample_index"]] = from_text(row["answers"])
-        return found
+    def _answers(self, group_id: int, samples: Sequence[int]) -> dict[int, tuple[Answer, ...]]:
+        rows = self._rows("SELECT * FROM partial_rollouts WHERE group_id = ?", (group_id,))
+        found = {row["sample_index"]: answers_of(row, str(self._path)) for row in rows}
+        return {sample: answers for sample, answers in found.items() if sample in samples}
 
     # --- internals ----------------------------------------------------------------------------
+
+    def _insert(self, table: str, row: tuple[Any, ...]) -> None:
+        self._connection.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
 
     def _group(self, group_id: int) -> Any:
         rows = self._rows("SELECT * FROM groups WHERE group_id = ?", (group_id,))
@@ -393,7 +368,7 @@ class RolloutStore(StoreReader):
             "UPDATE groups SET state = ?, reason = ?, ended_at = ? WHERE group_id = ?", (state, reason, at, group_id)
         )
         if reason != RUN_ENDED:  # a resume takes those up again
-            self._unpark(group_id)
+            self._forget_answers(group_id)
 
     def _record(self, step: int, results: Sequence[TrajectoryResult], group_ids: set[int]) -> None:
         foreign = [result for result in results if result.group_id not in group_ids]

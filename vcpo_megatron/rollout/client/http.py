@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import resource
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -23,8 +24,8 @@ from ...run.text import one_line
 from . import protocol, replies
 from .back_off import BackOff
 from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
+from .replies import ServerInfo, UnsupportedServer, router_workers
 from .routed_experts import RoutingShape
-from .server_info import ServerInfo, UnsupportedServer, router_workers
 
 #: Establishing a TCP connection is quick or hopeless; it does not get the whole request timeout.
 CONNECT_TIMEOUT_S = 10.0
@@ -35,6 +36,8 @@ IDLE_CONNECTION_S = 2.0
 _PIECE = 1 << 20
 #: A question about the server itself is answered at once by one that works.
 STATUS_TIMEOUT_S = 10.0
+#: Open files of a process beside its connections.
+_OTHER_FILES = 256
 
 
 class ServerError(RuntimeError):
@@ -51,6 +54,23 @@ class ServerUnavailable(RuntimeError):
     def __init__(self, url: str, endpoint: str, reason: str):
         super().__init__(f"rollout server {url}{endpoint} is unavailable: {reason}")
         self.url, self.endpoint, self.reason = url, endpoint, reason
+
+
+def allow_connections(count: int) -> str | None:
+    """Let this process have ``count`` connections, each an open file, as far as its hard limit goes. What is wrong
+    where that is too low, in words; None where it is not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return None
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most >= wanted:
+        return None
+    return (
+        f"{count} requests in flight need {wanted} open files, the hard limit of this process is {hard}; raise it "
+        "(ulimit -Hn, LimitNOFILE of a service)"
+    )
 
 
 class ServerClient:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .protocol import GenerateResult, ProtocolError, SamplingParams, Span, check_number, token_ids
@@ -17,6 +18,39 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 #: A log-prob may exceed 0 by so much.
 _ROUNDING = 1e-4
+#: Log-probs are kept as float32, whose lowest number this is.
+_LOWEST = -3.4028234663852886e38
+#: Splits that a server must not have -> why.
+_REFUSED = {
+    "dp_size": "its replicas share one address; start each as a server of its own",
+    "pp_size": "weights are broadcast to tensor-parallel ranks, by which SGLang numbers its members of a group",
+}
+
+
+class UnsupportedServer(RuntimeError):
+    """The server answers, but cannot do what training needs; one line for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """``ranks``: tensor-parallel ones, each a member of a group for weights. ``on_gpus``: parameters lie on GPUs, where
+    SGLang hashes them in another way."""
+
+    ranks: int = 1
+    on_gpus: bool = False
+
+    @classmethod
+    def parse(cls, reply: Mapping[str, object], where: str) -> ServerInfo:
+        """What it does not say is the default; UnsupportedServer for a split that is not taken."""
+        sizes = {name: reply.get(name, 1) for name in ("tp_size", *_REFUSED)}
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise UnsupportedServer(f"{where} says {name} = {size!r}: expected a positive number")
+            if size > 1 and name in _REFUSED:
+                raise UnsupportedServer(f"{where} has {name} = {size}: {_REFUSED[name]}")
+        ranks = sizes["tp_size"]
+        assert isinstance(ranks, int)
+        return cls(ranks, reply.get("device", "cpu") != "cpu")
 
 
 def _field(reply: object, name: str, where: str) -> Any:
@@ -30,10 +64,13 @@ def parse_generate(
 ) -> GenerateResult:
     """One answer of ``/generate``; ProtocolError when anything that training needs is missing or inconsistent.
 
-    ``sampling``: what was asked for. Where it leaves only part of the vocabulary to sample from, the log-probs are
-    those of that part, and an answer without them is refused.
+    ``sampling``: what was asked for, so many tokens at most. Where it leaves only part of the vocabulary to sample
+    from, the log-probs are those of that part, and an answer without them is refused.
     """
     output_ids = token_ids(_field(reply, "output_ids", "generate reply"), "output_ids", vocab_size)
+    if sampling is not None and len(output_ids) > sampling.max_new_tokens:
+        asked = f"max_new_tokens = {sampling.max_new_tokens} were asked for"
+        raise ProtocolError(f"output_ids: {len(output_ids)} tokens where at most {asked}")
     meta = _field(reply, "meta_info", "generate reply")
     reason = _field(meta, "finish_reason", "meta_info")
     finish = _field(reason, "type", "finish_reason")
@@ -100,6 +137,15 @@ def parse_checksums(reply: object) -> list[dict[str, str]]:
     return [dict(rank) for rank in found]
 
 
+def router_workers(reply: object) -> dict[str, str] | None:
+    """Address -> id of the workers of an sglang-router, from what it answers to ``/workers``; None for no router."""
+    workers = reply.get("workers") if isinstance(reply, Mapping) else None
+    if not isinstance(workers, list):
+        return None
+    found = [worker for worker in workers if isinstance(worker, Mapping)]
+    return {str(worker.get("url")).rstrip("/"): str(worker.get("id")) for worker in found}
+
+
 def _check_stop(reason: Mapping[str, Any], output_ids: Sequence[int]) -> None:
     """A stop token is part of the answer: it was sampled, so the learner counts it as well."""
     matched = reason.get("matched")  # a text where a string stopped it
@@ -115,7 +161,7 @@ def _restricted_logprobs(meta: object, count: int) -> tuple[float, ...]:
         got = len(values) if isinstance(values, list) else repr(values)
         raise ProtocolError(f"{name}: {got} entries for {count} tokens")
     for index, value in enumerate(values):
-        check_number(value, f"{name}[{index}]", "a log-prob", lambda logprob: logprob <= _ROUNDING)
+        check_number(value, f"{name}[{index}]", "a log-prob", lambda logprob: _LOWEST <= logprob <= _ROUNDING)
     return tuple(float(value) for value in values)
 
 
@@ -126,7 +172,7 @@ def _logprobs(entries: object, tokens: Sequence[int], name: str) -> tuple[float,
         raise ProtocolError(f"{name}: {got} entries for {len(tokens)} tokens")
     if set(map(type, entries)) == {list} and min(map(len, entries)) > 1:  # as in ``token_ids``
         found = [entry[0] for entry in entries]
-        if set(map(type, found)) == {float} and all(map(math.isfinite, found)):
+        if set(map(type, found)) == {float} and all(map(math.isfinite, found)) and min(found) >= _LOWEST:
             if all(map(operator.eq, (entry[1] for entry in entries), tokens)):
                 return tuple(found)
     values = []
@@ -134,7 +180,7 @@ def _logprobs(entries: object, tokens: Sequence[int], name: str) -> tuple[float,
         if not isinstance(entry, Sequence) or len(entry) < 2 or entry[1] != token:
             raise ProtocolError(f"{name}[{index}] = {entry!r}: expected [logprob, {token}, text]")
         value = entry[0]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _LOWEST <= value < math.inf:
             raise ProtocolError(f"{name}[{index}]: log-prob {value!r} of token {token} is not a finite number")
         values.append(float(value))
     return tuple(values)

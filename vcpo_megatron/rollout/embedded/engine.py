@@ -25,8 +25,8 @@ import torch
 
 from ...run.text import one_line
 from .errors import ModelError, RequestError
-from .generation import Generation
 from .scheduler import Scheduler
+from .sequence import SequenceState
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class EngineFailed(RuntimeError):
 class _Request:
     """Sequences that are answered together."""
 
-    def __init__(self, sequences: Sequence[Generation], future: asyncio.Future[Any]) -> None:
+    def __init__(self, sequences: Sequence[SequenceState], future: asyncio.Future[Any]) -> None:
         self.sequences = list(sequences)
         self.future = future
         self.remaining = len(self.sequences)
@@ -54,7 +54,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._updates: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
-        self._requests: dict[Generation, _Request] = {}
+        self._requests: dict[SequenceState, _Request] = {}
         self._waiters: set[asyncio.Future[Any]] = set()  # of the event loop's thread
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -76,7 +76,7 @@ class Engine:
         """Like ``call``, once weights may change: while paused, or when the running sequences have ended."""
         return await self._send(lambda future: lambda: self._updates.append((function, future)))
 
-    async def generate(self, sequences: Sequence[Generation]) -> Sequence[Generation]:
+    async def generate(self, sequences: Sequence[SequenceState]) -> Sequence[SequenceState]:
         """Returns ``sequences`` when all have ended; aborts them when the caller is cancelled."""
 
         def submission(future: asyncio.Future[Any]) -> Callable[[], None]:
@@ -153,7 +153,7 @@ class Engine:
 
         self._settle(request.future, submit, only_errors=True)
 
-    def _abandon(self, sequences: Sequence[Generation]) -> None:
+    def _abandon(self, sequences: Sequence[SequenceState]) -> None:
         # Only those that still run: the id of an ended one may be in use again.
         rids = {sequence.rid for sequence in sequences if sequence in self._requests}
         if rids:

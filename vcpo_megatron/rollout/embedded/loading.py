@@ -9,15 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...models.families import model_shape
-from ...models.folder import read_json, weight_problems
+from ...models.families.registry import model_shape
+from ...models.folder import weight_problems
 from ...models.shape import SIZES, ShapeError
-from ...run.errors import ConfigError
+from ...models.tokenizer import TokenizerError
+from ...models.tokenizer import load_tokenizer as read_tokenizer
+from ...run.json_file import JsonFileError, read_json_object
 from .errors import ModelError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(folder: Path, dtype: str) -> Any:
@@ -32,7 +30,7 @@ def load_model(folder: Path, dtype: str) -> Any:
     _check_weights(folder, config)
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # fault boundary: transformers raises many types for a folder that it cannot read
         reason = str(error).strip().splitlines()
@@ -98,19 +96,14 @@ def load_tokenizer(folder: Path) -> Any:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
-    from tokenizers import Tokenizer
-
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # fault boundary: tokenizers raises plain Exception for a bad file
-        raise ModelError(f"cannot read {path}: {error}") from error
+        return read_tokenizer(path)
+    except TokenizerError as error:
+        raise ModelError(str(error)) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = read_json(path)
-    except ConfigError as error:
-        raise ModelError(error.problems[0].removeprefix("model.path: ")) from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no JSON object")
-    return content
+        return read_json_object(path)
+    except JsonFileError as error:
+        raise ModelError(str(error)) from error

@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 
 from .errors import ModelError
-from .routers import RouterCapture
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class Computed(NamedTuple):
     experts: torch.Tensor | None
 
 
-class PackedAttention:
+class SlotAttention:
     """The attention function; ``bind`` gives it the inputs of the forward that is about to run."""
 
     def __init__(self, context_length: int) -> None:
@@ -152,6 +151,42 @@ def _prefill(
     return output.transpose(1, 2).flatten(0, 1)[inputs.unpad]
 
 
+class RouterCapture:
+    """Watches the routers of a model; ``take`` gives what the last forward chose.
+
+    A layer without experts is answered with zeros, as SGLang answers it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """ModelError when the model has no router that says which experts it chose."""
+        self._chosen: dict[int, torch.Tensor] = {}
+        layers = model.model.layers
+        routers = {
+            number: router
+            for number, layer in enumerate(layers)
+            if (router := getattr(layer.mlp, "gate", None)) is not None and hasattr(router, "top_k")
+        }
+        if not routers:
+            raise ModelError("--enable-return-routed-experts: the model has no experts, or no routers that name them")
+        self._layers = len(layers)
+        for number, router in routers.items():
+            router.register_forward_hook(self._watch(number))
+
+    def _watch(self, number: int) -> Any:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            if not isinstance(output, tuple) or len(output) != 3:
+                raise ModelError(f"--enable-return-routed-experts: {type(module).__name__} does not name its experts")
+            self._chosen[number] = output[2]
+
+        return hook
+
+    def take(self) -> torch.Tensor:
+        """int64 [T, layers, k] of the T tokens of the last forward."""
+        found, self._chosen = self._chosen, {}
+        none = torch.zeros_like(next(iter(found.values())))
+        return torch.stack([found.get(number, none) for number in range(self._layers)], dim=1)
+
+
 class _PassThrough:
     """Stands where transformers expects a Cache: attention itself writes to the slots."""
 
@@ -169,7 +204,7 @@ class _PassThrough:
 class _Forward(torch.nn.Module):
     """The model as a function of plain tensors, in a form that can be traced."""
 
-    def __init__(self, model: Any, attention: PackedAttention, packed: bool, routers: RouterCapture | None) -> None:
+    def __init__(self, model: Any, attention: SlotAttention, packed: bool, routers: RouterCapture | None) -> None:
         super().__init__()
         self.model = model
         self.routers = routers
@@ -231,7 +266,7 @@ def build(model: Any, context_length: int, *, routed_experts: bool = False) -> P
     return."""
     from transformers import AttentionInterface
 
-    attention = PackedAttention(context_length)
+    attention = SlotAttention(context_length)
     AttentionInterface.register(ATTENTION, attention)
     routers = RouterCapture(model) if routed_experts else None
     decode, mixed = (_Forward(model, attention, packed, routers) for packed in (False, True))

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ...models.tokenizer import TokenizerError, encode_text
 from ..client.protocol import ProtocolError, SamplingParams, token_ids
 from ..client.routed_experts import encode
 from .errors import RequestError
-from .generation import Generation
+from .sequence import SequenceState
 
 #: Sequences of one request (prompts times n). All are queued and answered as one: more belong into further requests.
 MAX_SEQUENCES = 8192
@@ -101,11 +102,11 @@ class RequestParser:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         try:
-            return tuple(self.tokenizer.encode(text).ids)
-        except Exception as error:  # tokenizers raises plain Exception, for a word outside a vocabulary without UNK
-            raise RequestError(f"text: the model's tokenizer cannot encode it: {error}") from error
+            return tuple(encode_text(self.tokenizer, text))
+        except TokenizerError as error:
+            raise RequestError(f"text: {error}") from error
 
-    def _sequences(self, prompt: tuple[int, ...], sampling: object, start: object, rid: str) -> list[Generation]:
+    def _sequences(self, prompt: tuple[int, ...], sampling: object, start: object, rid: str) -> list[SequenceState]:
         assert isinstance(sampling, Mapping)  # _copies has looked
         copies = _copies(sampling)
         params = SamplingParams.from_json({key: value for key, value in sampling.items() if key != "n"})
@@ -119,7 +120,7 @@ class RequestParser:
         first = self.generator.getrandbits(63) if params.sampling_seed is None else params.sampling_seed
         # Copies of one seeded request must differ: the seed counts up.
         return [
-            Generation(name, prompt, params, stop, first + index, None if start == -1 else start)
+            SequenceState(name, prompt, params, stop, first + index, None if start == -1 else start)
             for index, name in enumerate(names)
         ]
 
@@ -136,7 +137,7 @@ class RequestParser:
 class ParsedRequest:
     """``flat``: the answer is a list, one entry a sequence (list request, or n > 1)."""
 
-    sequences: Sequence[Generation]
+    sequences: Sequence[SequenceState]
     flat: bool
     with_logprob: bool
 
@@ -145,7 +146,7 @@ class ParsedRequest:
         answers = [self._one(sequence, version, tokenizer) for sequence in self.sequences]
         return answers if self.flat else answers[0]
 
-    def _one(self, sequence: Generation, version: str, tokenizer: Any) -> dict[str, Any]:
+    def _one(self, sequence: SequenceState, version: str, tokenizer: Any) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": sequence.rid,
             "finish_reason": sequence.finish,
@@ -170,7 +171,7 @@ class ParsedRequest:
         return {"text": text, "output_ids": sequence.output_ids, "meta_info": meta}
 
 
-def _input_logprobs(sequence: Generation) -> list[list[Any]]:
+def _input_logprobs(sequence: SequenceState) -> list[list[Any]]:
     """[[null, id, null], [logprob, id, null], ...] from ``score_from`` on, as SGLang writes it."""
     if sequence.score_from is None or sequence.input_logprobs is None:
         return []

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .generation import Generation
 from .kv_cache import SlotCache, round_length
 from .model import DecodeInputs, Packed, PackedModel, padding
 from .sampling import input_logprobs, sample, uniforms
+from .sequence import SequenceState
 
 
 class Runner:
@@ -28,7 +28,7 @@ class Runner:
         self.max_rows = max_rows
         self.context_length = context_length
         self.deterministic = deterministic
-        self.running: list[Generation] = []
+        self.running: list[SequenceState] = []
         self._cache = SlotCache(model.shapes, model.dtype, max_rows, context_length)
         if deterministic:
             self._cache.reserve(max_rows, context_length)
@@ -38,7 +38,7 @@ class Runner:
         self._seeds = self._counts = np.zeros(0, dtype=np.uint64)
 
     @torch.inference_mode()
-    def step(self, admitted: Sequence[Generation]) -> None:
+    def step(self, admitted: Sequence[SequenceState]) -> None:
         """Samples one token for every running and admitted sequence; the admitted ones are then running."""
         batch = len(self.running)
         if admitted:
@@ -57,7 +57,7 @@ class Runner:
         self._record(ids, logprobs)
 
     @torch.inference_mode()
-    def remove_done(self) -> list[Generation]:
+    def remove_done(self) -> list[SequenceState]:
         """Takes the ended sequences out of the batch; the last rows move into theirs."""
         done = [(row, one) for row, one in enumerate(self.running) if one.finish is not None or one.failure]
         for row, sequence in reversed(done):
@@ -73,7 +73,7 @@ class Runner:
             self._composition_changed()
         return [sequence for _, sequence in done]
 
-    def release(self) -> list[Generation]:
+    def release(self) -> list[SequenceState]:
         """Takes every sequence out of the batch, in row order; nothing of the cache is kept."""
         released, self.running = self.running, []
         self._composition_changed()
@@ -116,7 +116,7 @@ class Runner:
         else:
             inputs.mask[inputs.rows[:batch], 0, 0, inputs.positions[:batch]] = 0
 
-    def _forward_with(self, admitted: Sequence[Generation], prompts: list[_Prompt]) -> torch.Tensor:
+    def _forward_with(self, admitted: Sequence[SequenceState], prompts: list[_Prompt]) -> torch.Tensor:
         """Logits of the running sequences, then of the admitted ones; fills their cache rows."""
         batch = len(self.running)
         decode = self._decode
@@ -173,7 +173,7 @@ class Runner:
 
     # ------------------------------------------------------------ batch state
 
-    def _admit(self, admitted: Sequence[Generation]) -> None:
+    def _admit(self, admitted: Sequence[SequenceState]) -> None:
         self.running.extend(admitted)
         self._composition_changed()
 
@@ -202,7 +202,7 @@ class _Prompt:
 
     def __init__(self, tokens: tuple[int, ...]) -> None:
         self.tokens = tokens
-        self.sequences: list[Generation] = []
+        self.sequences: list[SequenceState] = []
         self.rows: list[int] = []
 
     @property
@@ -214,7 +214,7 @@ class _Prompt:
         return len(self.tokens) - first.score_from
 
 
-def _distinct(admitted: Sequence[Generation], first_row: int) -> list[_Prompt]:
+def _distinct(admitted: Sequence[SequenceState], first_row: int) -> list[_Prompt]:
     """Sequences that share all tokens share a prefill, but not those whose prompt is scored."""
     prompts: dict[object, _Prompt] = {}
     for row, sequence in enumerate(admitted, start=first_row):

@@ -10,8 +10,8 @@ from collections.abc import Sequence, Set
 
 from ..client.protocol import PauseMode
 from .errors import RequestError
-from .generation import Generation
 from .runner import Runner
+from .sequence import SequenceState
 
 #: Prompt tokens of one step; more would delay the running sequences and need more memory.
 MAX_PREFILL_TOKENS = 8192
@@ -32,9 +32,9 @@ class Scheduler:
         self.version = version
         self.paused: PauseMode | None = None
         self.held = False
-        self.ended: list[Generation] = []
-        self._waiting: deque[Generation] = deque()
-        self._active: dict[str, Generation] = {}
+        self.ended: list[SequenceState] = []
+        self._waiting: deque[SequenceState] = deque()
+        self._active: dict[str, SequenceState] = {}
 
     @property
     def num_running(self) -> int:
@@ -54,7 +54,7 @@ class Scheduler:
         """True when weights may change now: as in SGLang, while paused or when nothing runs."""
         return self.paused is not None or not self.runner.running
 
-    def submit(self, sequences: Sequence[Generation]) -> None:
+    def submit(self, sequences: Sequence[SequenceState]) -> None:
         """Adds all sequences of one request, or none: RequestError names an id that is in use."""
         seen: set[str] = set()
         for sequence in sequences:
@@ -108,8 +108,8 @@ class Scheduler:
             sequence.close_span(self.version)
         self.version = version
 
-    def _admissible(self) -> list[Generation]:
-        admitted: list[Generation] = []
+    def _admissible(self) -> list[SequenceState]:
+        admitted: list[SequenceState] = []
         tokens = logits = 0
         vocabulary = self.runner.model.vocab_size
         while self._waiting and not self.held and self.num_running + len(admitted) < self.runner.max_rows:
@@ -121,7 +121,7 @@ class Scheduler:
             admitted.append(self._waiting.popleft())
         return admitted
 
-    def _end(self, sequence: Generation) -> None:
+    def _end(self, sequence: SequenceState) -> None:
         sequence.close_span(self.version)
         del self._active[sequence.rid]
         self.ended.append(sequence)

@@ -30,18 +30,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
+from ...run.notifier import Notifier
 from ...transport.child import last_error
 from ...types import PolicyVersion
 from ..client.http import ServerError, ServerUnavailable
-from ..client.server_info import UnsupportedServer
+from ..client.replies import UnsupportedServer
 from .health import Health
 from .lease import Lease
 from .router import Router
-from .server import Process, Server, ServerState
-
-_T = TypeVar("_T")
+from .server import Server, ServerProcess, ServerState
 
 #: Seconds between two looks at the server processes.
 _POLL_S = 0.05
@@ -52,40 +50,6 @@ _PLACES = 2
 
 class FleetError(RuntimeError):
     """The run cannot go on with its rollout servers; the message is one line for the user."""
-
-
-class Changes:
-    """Wakes everyone who waits for something to change; each then looks at its own condition again.
-
-    Used in one event loop: nothing is missed, because between a look and the wait no other task runs.
-    """
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-        #: Changes so far.
-        self.count = 0
-
-    def notify(self) -> None:
-        self.count += 1
-        self._event.set()
-        self._event = asyncio.Event()
-
-    async def wait(self, timeout_s: float = math.inf) -> None:
-        """Return after the next ``notify`` or after ``timeout_s`` seconds."""
-        event = self._event
-        try:
-            await asyncio.wait_for(event.wait(), None if math.isinf(timeout_s) else max(0.0, timeout_s))
-        except TimeoutError:
-            pass
-
-    async def until(self, look: Callable[[], _T | None], timeout_s: float = math.inf) -> _T:
-        """The first result of ``look`` that is not None; TimeoutError after ``timeout_s`` seconds."""
-        deadline = time.monotonic() + timeout_s
-        while (found := look()) is None:
-            if time.monotonic() >= deadline:
-                raise TimeoutError
-            await self.wait(deadline - time.monotonic())
-        return found
 
 
 @dataclass(frozen=True)
@@ -109,9 +73,9 @@ class Fleet:
         servers: Sequence[Server],
         options: FleetOptions,
         *,
-        launch: Callable[[int], Process],
-        stop: Callable[[Process], int],
-        changes: Changes,
+        launch: Callable[[int], ServerProcess],
+        stop: Callable[[ServerProcess], int],
+        changes: Notifier,
         router: Router | None = None,
     ) -> None:
         self.servers = tuple(servers)
@@ -125,7 +89,7 @@ class Fleet:
         for server in self.servers:
             server.health = Health(options.health_interval_s, options.health_timeout_s)
 
-    # --- life of the processes ----------------------------------------------------------------
+    # --- processes ----------------------------------------------------------------------------
 
     def launch(self) -> None:
         """Start every server's process. Called from the main thread: children die with the thread."""
@@ -177,17 +141,18 @@ class Fleet:
         elif server.process is not None:
             await asyncio.to_thread(self._stop, server.process)
 
-    def unreachable(self, server: Server, life: int) -> bool:
-        """The server, in its ``life``, did not answer: whether it lives, so that asking again makes sense. A joined one
-        has no process to look at: it counts as lost, and must answer, and get all weights, before it serves again."""
-        if server.joined and server.life == life:
+    def unreachable(self, server: Server, incarnation: int) -> bool:
+        """The server, in its ``incarnation``, did not answer: whether it is alive, so that asking again makes sense. A
+        joined one has no process to look at: it counts as lost, and must answer, and get all weights, before it serves
+        again."""
+        if server.joined and server.incarnation == incarnation:
             self._lost(server)
-        return self.check(server, life)
+        return self.check(server, incarnation)
 
-    def check(self, server: Server, life: int) -> bool:
-        """Whether the server still lives its ``life``, as far as it is known, ahead of the next look. What was asked of
-        an earlier one, and failed, says nothing of the process that is there now."""
-        if server.life != life:
+    def check(self, server: Server, incarnation: int) -> bool:
+        """Whether the server is alive in its ``incarnation``, as far as it is known, ahead of the next look. What was
+        asked of an earlier one, and failed, says nothing of the process that is there now."""
+        if server.incarnation != incarnation:
             return False
         if server.joined:
             return server.available
@@ -221,10 +186,10 @@ class Fleet:
         if changed:
             self.changes.notify()
 
-    def doubt(self) -> None:
-        """Some server, it is not known which, has not the weights that it was given: all are asked."""
+    def ask_all(self) -> None:
+        """Some server, it is not known which, has not the weights that it was given: all are in an unknown state."""
         for server in self.servers:
-            server.health.doubt()
+            server.health.ask_now()
 
     def _look_at_start(self, server: Server) -> None:
         if server.process is None and not server.joined:
@@ -293,7 +258,7 @@ class Fleet:
         self._await_start(server)
 
     def _await_start(self, server: Server) -> None:
-        server.life += 1
+        server.incarnation += 1
         server.ready_by = time.monotonic() + self.options.start_timeout_s
         server.asking.reset()
         self._set(server, ServerState.STARTING)

@@ -37,8 +37,8 @@ class Health:
         self._question = None
         self.answered()
 
-    def doubt(self) -> None:
-        """Something is wrong with it, or with another server: it is to be asked now."""
+    def ask_now(self) -> None:
+        """It is in an unknown state: something is wrong with it, or with another server."""
         self.quiet_since = -math.inf
 
     def look(self, client: ServerClient, version: object) -> str | None:

@@ -90,13 +90,13 @@ class Lease:
         failures = 0
         while True:
             server = await self._place()
-            life = server.life
+            incarnation = server.incarnation
             try:
                 result = await server.client.generate(input_ids, sampling, rid)
             except (ServerUnavailable, ServerError) as error:
                 if isinstance(error, ServerError) and error.status < 500:
                     raise  # the request is at fault
-                if self.fleet.unreachable(server, life):
+                if self.fleet.unreachable(server, incarnation):
                     failures += 1
                     if failures > _RETRIES:
                         raise
@@ -117,7 +117,7 @@ class Lease:
                 result = await router.generate(input_ids, sampling, rid)
                 if (wrong := _wrong(result, self.version)) is None:
                     return result
-                self.fleet.doubt()
+                self.fleet.ask_all()
                 raise ServerUnavailable(router.base_url, GENERATE, f"a server answered with weights {wrong}")
             except (ServerUnavailable, ServerError) as error:
                 if isinstance(error, ServerError) and error.status != 503:

@@ -20,7 +20,7 @@ from ..client import protocol
 from ..client.back_off import BackOff
 from ..client.http import STATUS_TIMEOUT_S, ServerClient, ServerError, ServerUnavailable
 from ..client.protocol import ProtocolError
-from ..client.server_info import UnsupportedServer, router_workers
+from ..client.replies import UnsupportedServer, router_workers
 
 #: Pauses between questions about its workers while they are not those that it should have.
 _ASK_S = (0.25, 5.0)

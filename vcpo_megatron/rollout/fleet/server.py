@@ -20,7 +20,7 @@ _ASK_S = (0.05, 1.0)
 _RESTART_S = (1.0, 30.0)
 
 
-class Process(Protocol):
+class ServerProcess(Protocol):
     """What the fleet needs of a child process (``subprocess.Popen`` has it)."""
 
     def poll(self) -> int | None: ...
@@ -47,9 +47,9 @@ class Server:
     joined: bool = False
     state: ServerState = ServerState.STARTING
     version: PolicyVersion | None = None
-    process: Process | None = None
+    process: ServerProcess | None = None
     starts: int = 0
-    life: int = 0  # another number for another process, and for a joined server that was lost and found
+    incarnation: int = 0  # another number for another process, and for a joined server that was lost and found
     load: int = 0
     busy: int = 0
     updating: bool = False

@@ -26,12 +26,13 @@ from typing import Any
 import torch
 
 from ...transport.child import start_child, stop_child
+from ..sender import TransferError
 from ..wire import GroupError, WeightGroup, open_store
 
 SLOTS = 2
 
 
-class BroadcastError(RuntimeError):
+class BroadcastError(TransferError):
     """The broadcaster failed, died or was given up; the message says why."""
 
 

@@ -1,7 +1,7 @@
-"""Rank 0's side of ``rollout.sync`` = "distributed": buckets of the stream, into the broadcaster's memory and away.
+"""The learner's end of ``rollout.sync`` = "distributed": buckets into the broadcaster's memory, and away.
 
 After a failure, or when the orchestrator closes the groups, a broadcaster that is in any is killed: its servers see
-their connections close. The next ``open`` starts another one.
+their connections close. The next ``open_group`` starts another one.
 """
 
 from __future__ import annotations
@@ -13,38 +13,40 @@ from typing import Any
 
 import torch
 
-from ...transport.messages import GroupOpened
+from ...transport.messages import GroupOpened, WeightsReady
+from ...types import PolicyVersion
 from ..plan import Stream, next_bucket
+from ..sender import Sender
 from ..wire import flat_size
 from .broadcaster import Broadcaster
 
 
-class GroupSender:
-    """``plan``: [name, dtype, shape] of each tensor of each bucket, in the order of the stream. Raises BroadcastError,
-    and whatever ``poll``, called while it waits, raises."""
+class DistributedSender(Sender):
+    """``plan`` as in WeightsReady. ``poll`` is called while it waits; what it raises ends the wait."""
 
     def __init__(self, plan: list[Any], backend: str, timeout_s: float, log: Path, poll: Callable[[], None]) -> None:
-        self.plan, self._backend, self._timeout_s, self._log, self._poll = plan, backend, timeout_s, log, poll
+        self._plan, self._backend, self._timeout_s, self._log, self._poll = plan, backend, timeout_s, log, poll
         self._broadcaster: Broadcaster | None = None
 
     def start(self) -> None:
-        """Start the broadcaster ahead of the first ``open``."""
+        """Start the broadcaster ahead of the first group."""
         if self._broadcaster is None:
-            slot = max(flat_size(entries) for entries in self.plan)
+            slot = max(flat_size(entries) for entries in self._plan)
             self._broadcaster = Broadcaster(slot, self._backend, self._timeout_s, self._log)
 
-    def open(self, name: str, world_size: int) -> GroupOpened:
-        """Begin to wait for the servers of group ``name``."""
+    def offer(self, version: PolicyVersion, open_stream: object) -> WeightsReady:
+        return WeightsReady(version, "distributed", self._plan)
+
+    def open_group(self, name: str, world_size: int) -> GroupOpened:
         self.start()
         assert self._broadcaster is not None
         port = self._broadcaster.open(name, world_size, self._poll)
         return GroupOpened(name, os.environ.get("MASTER_ADDR", "127.0.0.1"), port, self._backend)
 
     def send(self, name: str, stream: Stream) -> None:
-        """Every bucket of ``stream`` to group ``name``. Returns when all have left."""
         if self._broadcaster is None:  # closed since this was asked for
             return
-        for number, entries in enumerate(self.plan):
+        for number, entries in enumerate(self._plan):
             slot, at = self._broadcaster.slot(number, self._poll), 0
             for _, tensor in next_bucket(stream, entries):
                 flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -53,7 +55,7 @@ class GroupSender:
             self._broadcaster.broadcast(name, number, at)
         self._broadcaster.finish(self._poll)
 
-    def close(self) -> None:
+    def abort(self) -> None:
         """End every group, also in the middle of a broadcast. A broadcaster that starts is in none, and is kept: if it
         takes longer than an update may wait for it, none would ever be there."""
         if self._broadcaster is not None and not self._broadcaster.starting:

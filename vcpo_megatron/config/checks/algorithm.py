@@ -1,0 +1,138 @@
+"""The method and the optimizer: what cannot be combined, and keys that would have no effect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from ..methods import ORDERED_SURROGATES
+from ..schema import RunConfig
+
+
+def algorithm_problems(config: RunConfig) -> Iterator[str]:
+    """Combinations of method, baseline, weights and staleness that have no meaning, or are not correct."""
+    algorithm, staleness = config.algorithm, config.staleness
+    preset = algorithm.preset
+    if not preset.corrected and staleness.max_staleness > 0 and not algorithm.allow_uncorrected:
+        named = f'method = "{algorithm.method}"' if algorithm.is_level is None else 'is_level = "none"'
+        yield (
+            f"algorithm.{named}: with staleness.max_staleness = {staleness.max_staleness} off-policy data "
+            "would be trained on without a correction; set is_level, max_staleness = 0, or allow_uncorrected = true"
+        )
+    if preset.needs_norms and not preset.linear:
+        yield (
+            f'algorithm.baseline = "{preset.baseline}": the gradient of method = "{algorithm.method}" is not linear in '
+            "the advantage, so no optimal baseline exists; use group_mean, leave_one_out or zero"
+        )
+    if not preset.linear and algorithm.is_level not in (None, "none"):
+        yield (
+            f'algorithm.is_level = "{algorithm.is_level}": method = "{algorithm.method}" weighs ratios in its own '
+            "way; remove is_level"
+        )
+    if preset.ratio_low >= preset.ratio_high:
+        yield f"algorithm.ratio_low = {preset.ratio_low}: must be below ratio_high = {preset.ratio_high}"
+    yield from _opob_mode(config)
+    if (algorithm.kl_coef > 0) != (algorithm.kl_reference != "none"):
+        yield (
+            f'algorithm.kl_coef = {algorithm.kl_coef}: with kl_reference = "{algorithm.kl_reference}" it has no '
+            "effect; set both or neither"
+        )
+    base = algorithm.base_ess_ratio
+    if base == "auto":
+        if staleness.lag == "exact":
+            yield 'algorithm.base_ess_ratio = "auto": needs staleness.lag = "bounded"; give a number for "exact"'
+    elif not 0 < base <= 1:
+        yield f'algorithm.base_ess_ratio = {base}: must be "auto" or a number above 0 and at most 1'
+
+
+def _opob_mode(config: RunConfig) -> Iterator[str]:
+    algorithm, preset, parallel = config.algorithm, config.algorithm.preset, config.parallel
+    if (preset.statistic or preset.surrogate in ORDERED_SURROGATES) and parallel.context > 1:
+        yield (
+            f'algorithm.method = "{algorithm.method}": needs a trajectory\'s tokens on one rank, which '
+            f"parallel.context = {parallel.context} does not give; use context = 1"
+        )
+    if preset.needs_norms and algorithm.opob_mode == "proxy" and parallel.expert > 1:
+        yield (
+            f'algorithm.opob_mode = "proxy": groups are spread over ranks with parallel.expert = {parallel.expert}, '
+            'where no rank sees a whole one; use "accumulate", "deferred" or "two_pass"'
+        )
+    if preset.needs_norms and algorithm.opob_mode == "proxy" and parallel.virtual_pipeline > 1:
+        yield (
+            f'algorithm.opob_mode = "proxy": its packs do not come in multiples of the {parallel.pipeline} stages that '
+            f"parallel.virtual_pipeline = {parallel.virtual_pipeline} needs; use another mode or 1"
+        )
+    if preset.baseline == "opob_leave_one_out" and algorithm.opob_mode == "accumulate":
+        yield (
+            'algorithm.baseline = "opob_leave_one_out": one sum a group cannot carry a baseline for each trajectory; '
+            'use opob_mode = "deferred" or "two_pass"'
+        )
+
+
+def training_problems(config: RunConfig) -> Iterator[str]:
+    """The optimizer, its schedule and the size of groups."""
+    train, optimizer = config.train, config.optimizer
+    if train.group_size == 1:
+        yield "train.group_size = 1: rewards of a group of one have no variance, nothing would be trained; at least 2"
+    if optimizer.warmup_steps >= train.steps:
+        yield (
+            f"optimizer.warmup_steps = {optimizer.warmup_steps}: must be below train.steps = {train.steps}, "
+            "the learning rate would never be reached"
+        )
+    if optimizer.lr * optimizer.weight_decay >= 1:
+        yield (
+            f"optimizer.weight_decay = {optimizer.weight_decay}: a step of optimizer.lr = {optimizer.lr} would take "
+            f"more than a weight off it; below 1 / lr = {1 / optimizer.lr:g}"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield f"optimizer.min_lr = {optimizer.min_lr}: above optimizer.lr = {optimizer.lr}"
+    if (optimizer.schedule == "wsd") != (optimizer.decay_steps is not None):
+        yield f'optimizer.decay_steps = {optimizer.decay_steps}: belongs to schedule = "wsd", which needs it; set both'
+    elif optimizer.decay_steps is not None and optimizer.warmup_steps + optimizer.decay_steps > train.steps:
+        yield (
+            f"optimizer.decay_steps = {optimizer.decay_steps}: with warmup_steps = {optimizer.warmup_steps} more than "
+            f"train.steps = {train.steps}"
+        )
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield f"optimizer.betas = {list(optimizer.betas)}: each must be at least 0 and below 1"
+
+
+def idle_keys(config: RunConfig) -> Iterator[str]:
+    """Keys of the method and the schedule that would have no effect, one line each: whoever sets one expects it.
+
+    A key is idle when it was given another value than its default and nothing in the run reads it. Defaults are never
+    refused, so one file serves several methods as long as it says only what all of them use.
+    """
+    algorithm, preset = config.algorithm, config.algorithm.preset
+    method = f'method = "{algorithm.method}"'
+    no_norms = f'baseline = "{preset.baseline}" takes no gradient norms'
+    mode = f'opob_mode = "{algorithm.opob_mode}"'
+    opob = preset.needs_norms
+    #: section.key -> (it has an effect, why it has none)
+    reads = {
+        "algorithm.ratio_low": (preset.bounded, f"{method} does not bound ratios"),
+        "algorithm.ratio_high": (preset.bounded, f"{method} does not bound ratios"),
+        "algorithm.second_moment": (preset.statistic == "second_moment", f"{method} does not bound it"),
+        "algorithm.opob_mode": (opob, no_norms),
+        "algorithm.opob_weights": (
+            opob and preset.is_level == "sequence",
+            f'is_level = "{preset.is_level}" has no weight of a trajectory' if opob else no_norms,
+        ),
+        "algorithm.opob_accumulators": (
+            opob and algorithm.opob_mode in ("accumulate", "deferred"),
+            f"{mode} keeps nothing of a group in flight" if opob else no_norms,
+        ),
+        "algorithm.opob_accumulator_dtype": (
+            opob and algorithm.opob_mode == "accumulate",
+            f'only opob_mode = "accumulate" with an OPOB baseline has accumulators; {mode}',
+        ),
+        "algorithm.ess_rule": (preset.ess_scaling, "ess_scaling = false"),
+        "algorithm.base_ess_ratio": (preset.ess_scaling, "ess_scaling = false"),
+        "optimizer.min_lr": (config.optimizer.schedule != "constant", 'schedule = "constant" does not end anywhere'),
+    }
+    for key, (has_effect, why) in reads.items():
+        name, _, field = key.partition(".")
+        section = getattr(config, name)
+        value, usual = getattr(section, field), type(section).model_fields[field].default
+        if not has_effect and value != usual:
+            yield f"{key} = {json.dumps(value)}: has no effect, since {why}; remove it"

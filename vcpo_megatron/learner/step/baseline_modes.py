@@ -1,0 +1,201 @@
+"""How a group's baseline b_g meets its gradient: one class a mode, chosen in ``baseline_mode`` only.
+
+    plain       b_g is known from rewards: coefficients are known in the forward and multiply the loss
+    proxy       plain, with |g_i| estimated from logits in a forward: not exact
+    two_pass    one backward for |g_i|, then plain with the b_g found
+    accumulate  one backward: sum_i (R_i - m_g)/std_g s_i and S_g = sum_i s_i; (b_g - m_g)/std_g S_g is taken off once
+                |g_i| and so b_g are known
+    deferred    one backward: what weight gradients are made of is kept until b_g is known
+
+The last three are exact: |g_i| is the norm of the unweighted score gradient, summed over all shards of the model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..batch.packing import Pack
+from ..gradients.attach import attach_chunks
+from ..gradients.group_sums import Bucket, DeferredGradients, GroupNorms, OpobSums
+from ..gradients.pack_scores import ScoreSwitch
+from .batch_state import BatchState
+from .exact_backward import ExactBackward
+from .passes import Passes
+from .plan import StepPlan, pack_tokens
+
+
+class BaselineMode(Protocol):
+    """Both methods are called in this order, on all ranks of a replica alike; ReplicaAborted ends either."""
+
+    @property
+    def max_pack_tokens(self) -> int:
+        """Most tokens of a pack that the mode can serve."""
+
+    @property
+    def accumulators(self) -> int:
+        """Gradient-sized accumulators that this rank holds."""
+
+    @property
+    def accumulator_error(self) -> tuple[float, float]:
+        """Squared error and squared size of what the step accumulated in less than fp32."""
+
+    def find_baselines(self, state: BatchState, plan: StepPlan) -> None:
+        """|g_i| -> b_g, where passes of their own come first."""
+
+    def add_gradient(self, state: BatchState, plan: StepPlan, buckets: Sequence[Bucket]) -> None:
+        """-G, with all other terms of the loss, into the main gradients; then the reduction of ``buckets`` starts."""
+
+
+class PlainMode:
+    """No norms: b_i comes from rewards."""
+
+    accumulators = 0
+    accumulator_error = (0.0, 0.0)
+
+    def __init__(self, passes: Passes) -> None:
+        self.max_pack_tokens = passes.config.train.max_pack_tokens
+        self._passes = passes
+
+    def find_baselines(self, state: BatchState, plan: StepPlan) -> None: ...
+
+    def add_gradient(self, state: BatchState, plan: StepPlan, buckets: Sequence[Bucket]) -> None:
+        self._passes.add_plain_gradient(state, plan)
+        start_reductions(buckets)
+
+
+class ProxyMode(PlainMode):
+    """Every forward estimates |g_i| from its logits; a group that is whole has its b_g before its loss is formed."""
+
+    def __init__(self, passes: Passes) -> None:
+        super().__init__(passes)
+        passes.terms.observer = self._estimate
+
+    def find_baselines(self, state: BatchState, plan: StepPlan) -> None:
+        """A forward of the groups that are cut into several packs: their norms are not known inside one forward."""
+        cut = [pack for pack in plan.trained if len(pack.samples) < state.group_sizes[pack.group]]
+        self._passes.score(state, cut)
+
+    def _estimate(self, state: BatchState, pack: Pack, logits: Tensor, policy: Tensor) -> None:
+        state.estimated_norm[pack.index] = self._passes.terms.estimated_norms(state, pack, logits, policy)
+        members = state.members(pack.group)
+        norms = state.estimated_norm[members]
+        if state.scales[pack.group].has_variance and not bool(norms.isnan().any()):
+            self._passes.objective.set_baselines(state, members, norms)
+
+
+class _ExactMode(ABC):
+    """Layers are attached so that a backward separates its weight gradients by trajectory."""
+
+    def __init__(self, passes: Passes) -> None:
+        trainable, switch = passes.trainable, ScoreSwitch()
+        attached = attach_chunks(trainable.chunks, switch, passes.parallel, tied=trainable.shape.tie_word_embeddings)
+        self.max_pack_tokens = pack_tokens(attached.per_sample, passes.config, passes.parallel)
+        self._passes = passes
+        self._groups = self._make_groups(attached.parameters)
+        self._backward = ExactBackward(passes, switch, self._groups)
+
+    @property
+    def accumulators(self) -> int:
+        return self._groups.accumulators
+
+    @property
+    def accumulator_error(self) -> tuple[float, float]:
+        return self._groups.accumulator_error
+
+    @abstractmethod
+    def _make_groups(self, parameters: Mapping[str, Parameter]) -> GroupNorms:
+        """What the mode keeps of groups in flight."""
+
+    def _set_baselines(self, state: BatchState, group: int, index: Sequence[int], norms: Tensor) -> Tensor:
+        """b_i of a group whose exact |g_i| are known: called alike on all ranks of the replica."""
+        norms = norms.cpu()
+        state.has_norm[list(index)] = True
+        state.grad_norm[list(index)] = norms
+        self._passes.objective.set_baselines(state, index, norms)
+        return norms
+
+
+class TwoPassMode(_ExactMode):
+    """A backward for the norms, then a plain one."""
+
+    def find_baselines(self, state: BatchState, plan: StepPlan) -> None:
+        self._backward.run(state, plan.trained, partial(self._set_baselines, state), [])
+
+    def add_gradient(self, state: BatchState, plan: StepPlan, buckets: Sequence[Bucket]) -> None:
+        self._passes.add_plain_gradient(state, plan)
+        start_reductions(buckets)
+
+    def _make_groups(self, parameters: Mapping[str, Parameter]) -> GroupNorms:
+        return GroupNorms(parameters, len(self._passes.trainable.chunks), self._passes.parallel)
+
+
+class _OneBackwardMode(_ExactMode):
+    """Norms and gradient come of one backward, in which every group's gradient is finished by its b_g."""
+
+    def find_baselines(self, state: BatchState, plan: StepPlan) -> None: ...
+
+    def add_gradient(self, state: BatchState, plan: StepPlan, buckets: Sequence[Bucket]) -> None:
+        self._passes.add_regularizers(state, plan)
+        self._backward.run(state, plan.trained, partial(self._finish, state), buckets)
+
+    @abstractmethod
+    def _finish(self, state: BatchState, group: int, index: Sequence[int], norms: Tensor) -> Tensor:
+        """What the group's gradient is finished with, from its |g_i|."""
+
+
+class AccumulateMode(_OneBackwardMode):
+    """The gradient is summed up centred at m_g, and S_g beside it."""
+
+    def _make_groups(self, parameters: Mapping[str, Parameter]) -> GroupNorms:
+        passes, algorithm = self._passes, self._passes.config.algorithm
+        dtype, chunks = getattr(torch, algorithm.opob_accumulator_dtype), len(passes.trainable.chunks)
+        return OpobSums(parameters, chunks, passes.parallel, algorithm.opob_accumulators, dtype)
+
+    def _finish(self, state: BatchState, group: int, index: Sequence[int], norms: Tensor) -> Tensor:
+        """The factor of S_g in what is minimised.
+
+        The sums hold -s_i (a loss is minimised): adding -(b - m)/std of them takes (b - m)/std s_i off G.
+        """
+        self._set_baselines(state, group, index, norms)
+        scale = state.scales[group]
+        return -(state.baseline[index[0]] - scale.mean) * scale.inverse_std
+
+
+class DeferredMode(_OneBackwardMode):
+    """Inputs and output gradients of layers are kept, or W_i where it is smaller."""
+
+    def _make_groups(self, parameters: Mapping[str, Parameter]) -> GroupNorms:
+        passes, limit = self._passes, self._passes.config.algorithm.opob_accumulators
+        return DeferredGradients(parameters, len(passes.trainable.chunks), passes.parallel, limit)
+
+    def _finish(self, state: BatchState, group: int, index: Sequence[int], norms: Tensor) -> Tensor:
+        """The final coefficients of the group's samples."""
+        self._set_baselines(state, group, index, norms)
+        return self._passes.objective.trajectory_coefficients(state, index)
+
+
+_MODES: Mapping[str, Callable[[Passes], BaselineMode]] = {
+    "accumulate": AccumulateMode,
+    "deferred": DeferredMode,
+    "two_pass": TwoPassMode,
+    "proxy": ProxyMode,
+}
+
+
+def baseline_mode(passes: Passes) -> BaselineMode:
+    """The mode that the configuration asks for; plain where the baseline needs no norms. Collective."""
+    algorithm = passes.config.algorithm
+    return _MODES[algorithm.opob_mode](passes) if algorithm.preset.needs_norms else PlainMode(passes)
+
+
+def start_reductions(buckets: Sequence[Bucket]) -> None:
+    """Of gradients that are final."""
+    for bucket in buckets:
+        bucket.start_grad_sync()
