@@ -177,7 +177,7 @@ def test_a_forbidden_import_is_seen(module: str, source: str) -> None:
         ("learner.step.plan", "from ..batch import packing\nfrom ...types import Batch\nimport megatron.core"),
         ("learner.worker", "from .step.vcpo_step import VcpoStep"),
         ("rollout.embedded.engine", "import transformers"),
-        ("rollout.embedded.groups", "from ...weight_sync import wire"),
+        ("rollout.embedded.weight_groups", "from ...weight_sync import wire"),
         ("cli.main", "def f():\n    from ..learner.step import plan"),
     ],
 )

@@ -44,7 +44,7 @@ from ..weight_sync.orchestrator import Transports, Updater
 from ..weight_sync.verification import ChecksumVerifier
 from .modes.batcher import Batcher
 from .modes.evaluation import Evaluation, evaluating_servers
-from .modes.exact import ExactRun, ExactSampler
+from .modes.exact_lag import ExactRun, ExactSampler
 from .modes.failures import FailureWindow, PromptFailures
 from .modes.generation import Generation, GenerationRules, SamplingRules
 from .modes.metrics_log import MetricsLog, Start, evaluated_versions, start_of_log

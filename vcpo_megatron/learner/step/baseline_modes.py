@@ -26,8 +26,8 @@ from ..gradients.attach import attach_chunks
 from ..gradients.group_sums import Bucket, DeferredGradients, GroupNorms, OpobSums
 from ..gradients.pack_scores import ScoreSwitch
 from .batch_state import BatchState
-from .exact_backward import ExactBackward
 from .passes import Passes
+from .per_trajectory_backward import ExactBackward
 from .plan import StepPlan, pack_tokens
 
 

@@ -17,10 +17,10 @@ from aiohttp import web
 from ..client import protocol
 from .engine import Engine, EngineFailed
 from .errors import ModelError, RequestError
-from .groups import WeightGroups
 from .loading import load_model
 from .requests import RequestParser
 from .scheduler import Scheduler
+from .weight_groups import WeightGroups
 from .weights import NamedTensors, Parameters, UpdateSession, combined_checksum, decode_bucket, named_tensors
 
 #: Bodies carry whole models; this only stops a runaway client.

@@ -124,12 +124,12 @@ def make_service(options: argparse.Namespace, on_failure: Callable[[], None]) ->
     """Loads the model and puts the parts together; ModelError when the folder cannot be served."""
     from .api import Service
     from .engine import Engine
-    from .groups import WeightGroups
     from .loading import context_length, load_model, load_tokenizer, read_config, stop_tokens
     from .model import build
     from .requests import RequestParser
     from .runner import Runner
     from .scheduler import Scheduler
+    from .weight_groups import WeightGroups
     from .weights import Parameters, UpdateSession, named_tensors
 
     folder = options.model_path

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vcpo_megatron.rollout.embedded.errors import RequestError
-from vcpo_megatron.rollout.embedded.groups import WeightGroups
+from vcpo_megatron.rollout.embedded.weight_groups import WeightGroups
 from vcpo_megatron.rollout.embedded.weights import Parameters, UpdateSession
 from vcpo_megatron.weight_sync.wire import GroupError
 

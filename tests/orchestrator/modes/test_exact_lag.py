@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.orchestrator.fake_run import FakeClient, FakeEnvironment, FakeRun, config, fake_fleet
-from vcpo_megatron.orchestrator.modes.exact import Rounds, sampling_seed
+from vcpo_megatron.orchestrator.modes.exact_lag import Rounds, sampling_seed
 from vcpo_megatron.rollout.client.http import ServerUnavailable
 from vcpo_megatron.rollout.client.protocol import SamplingParams
 from vcpo_megatron.run.notifier import Notifier
