@@ -31,6 +31,7 @@ def test_on_a_gpu() -> None:
     assert code == 0, [check for check in checks.values() if check["state"] == "failed"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_their_code_on_cpus() -> None:
     """Everything but kernels passes; those say why they are skipped."""

@@ -355,7 +355,7 @@ class _Task:
         return Observation(tuple(PROMPT))
 
     async def step(self, action: Any) -> Outcome:
-        return Outcome(0.0, {"reason": action.finish_reason})
+        return Outcome(0.0, {"cut_off": float(action.finish_reason == "length")})
 
     async def close(self) -> None:
         pass
@@ -400,7 +400,7 @@ def test_aborted_generations_go_on_with_their_tokens(engine: Engine, versions: V
     engine.use(first)
     trajectory = engine.use(scenario)
     spans = trajectory.turns[0].spans
-    assert len(trajectory.tokens) == len(PROMPT) + 480 and trajectory.info == {"reason": "length"}
+    assert len(trajectory.tokens) == len(PROMPT) + 480 and trajectory.info == {"cut_off": 1.0}
     assert {str(span.version) for span in spans} > {"1.2"}
     for span in spans:
         expected = versions.logprobs(str(span.version.number), trajectory.tokens.tolist())

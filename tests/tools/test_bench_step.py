@@ -15,6 +15,7 @@ from benchmarks.step import StepComparison, StepCost, Workload, curves
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_step.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_quick_prints_one_json_object() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -42,6 +42,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tool, tmp_path):
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         assert tool.main(["--out", str(tmp_path / name), "--seed", seed, "--steps", "3"]) == 0

@@ -57,6 +57,7 @@ def test_folder_and_checkpoint(folder: Path, tmp_path: Path) -> None:
     assert "equal to 0 (" in said["checkpoint", "other"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", "0.02"), ("bfloat16", "0.05")])
 def test_every_dtype_of_an_import(folder: Path, tmp_path: Path, dtype: str, tolerance: str) -> None:
@@ -67,6 +68,7 @@ def test_every_dtype_of_an_import(folder: Path, tmp_path: Path, dtype: str, tole
     assert verify(folder, tmp_path / "narrow", "--cast", "--logprobs", "--tolerance", "0").returncode == 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_server(folder: Path, tmp_path: Path) -> None:
     other = changed(folder, tmp_path / "changed")

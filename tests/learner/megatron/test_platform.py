@@ -74,6 +74,7 @@ def test_without_a_gpu_they_are_named_and_hidden_from_megatron() -> None:
     assert choose_kernels(InstalledKernels(), can_run=False).notes == ()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_results_do_not_depend_on_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps with stand-ins for Apex's Adam and its weight gradients equal those of a rank that may not use them.

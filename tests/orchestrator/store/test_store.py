@@ -607,6 +607,7 @@ def test_a_copy_of_a_store_that_is_being_written_is_of_one_moment(path: Path) ->
             if group % 2:
                 store.mark_trained(group // 2, [], [group], [0])
             group += 1
+            time.sleep(0.005)  # the later a copy, the more it must read
         reader.kill()
         lines = [line.split() for line in reader.communicate()[0].splitlines()]
     assert reader.returncode == 0 and len(lines) == 40

@@ -140,6 +140,7 @@ def test_a_failing_engine_answers_500_and_ends_the_process(versions: Any, start_
     assert server.log.read_text().splitlines()[-1].startswith("vcpo: error: the engine failed: RuntimeError: broken")
 
 
+@pytest.mark.slow
 def test_deterministic_inference_repeats_bit_for_bit(versions: Any, start_server: Any) -> None:
     """Two servers, one ordered list request each: the same bytes but for the measured latency."""
     body = {

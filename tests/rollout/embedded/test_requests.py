@@ -118,5 +118,5 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_the_clients_mistake() -> Non
     body = {"text": "hello", "sampling_params": {"max_new_tokens": 4}}
     assert parser(tokenizer).parse(body).sequences[0].prompt == (0,)
     for text in ("hello world", "\ud800"):
-        with pytest.raises(RequestError, match="text: the model's tokenizer cannot encode it: "):
+        with pytest.raises(RequestError, match="text: the model's tokenizer cannot encode the text: "):
             parser(tokenizer).parse({**body, "text": text})

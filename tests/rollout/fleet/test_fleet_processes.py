@@ -140,6 +140,7 @@ def test_a_struck_server_loses_nothing_and_serves_again_after_all_weights(
     under_fire(work)
 
 
+@pytest.mark.slow
 def test_a_server_that_refused_an_update_takes_no_request_before_a_whole_one(
     under_fire: Callable[..., None], versions: Versions
 ) -> None:

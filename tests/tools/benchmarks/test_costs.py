@@ -145,6 +145,7 @@ def test_accumulators_are_what_stays_alive(dtype: torch.dtype, element: int) -> 
     assert found == costs.accumulator_bytes(640 * 512 + 512, 1, element) + probes
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_state_of_a_plain_step_is_what_stays_alive(tmp_path: Path) -> None:
     """Of eight layers: what ten hold beyond two, alone and on two data-parallel ranks."""
