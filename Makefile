@@ -5,8 +5,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 EXAMPLE ?= examples/modular_sum_cpu/run.toml
-# Worlds of ranks and servers keep to one worker each, so that more than two help little.
-WORKERS ?= 2
+# Worlds of ranks keep to one worker, servers to another; both wait a good deal, and a third one uses that.
+WORKERS ?= 3
 PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 PIP_INSTALL = $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 

@@ -175,6 +175,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
         assert run.left_over() == []
 
 
+@pytest.mark.slow
 def test_a_finished_run_of_two_ranks_goes_on_with_one_and_ends_with_a_line_when_it_is_done(
     short_run: Path, tmp_path: Path
 ) -> None:

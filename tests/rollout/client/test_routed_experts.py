@@ -171,6 +171,7 @@ def test_parameters_have_the_names_of_the_files(name: str, folders: dict[str, Pa
     assert not bool((stacked[2] == 7).any())
 
 
+@pytest.mark.slow
 def test_experts_are_refused_where_there_are_none(start_server: Any, folders: dict[str, Path], versions: Any) -> None:
     with pytest.raises(ModelError, match="no experts"):
         packed_model.build(load_model(versions.folder, "float32"), 64, routed_experts=True)
