@@ -52,7 +52,11 @@ AREAS = (
         "batching",
         25,
         ("vcpo_megatron/orchestrator/modes/batcher.py", "vcpo_megatron/orchestrator/store/ledger.py"),
-        ("tests/orchestrator/modes/test_batcher.py", "tests/orchestrator/store/test_ledger.py"),
+        (
+            "tests/orchestrator/modes/test_batcher.py",
+            "tests/orchestrator/store/test_ledger.py",
+            "tests/orchestrator/modes/test_failures.py",
+        ),
     ),
     Area(
         "weight-sync",

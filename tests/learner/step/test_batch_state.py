@@ -51,6 +51,7 @@ def test_what_is_known_before_the_step() -> None:
     assert state.baseline.tolist() == [0.5] * 5
     assert state.anchor == 0.5 * 0.25
     assert state.first_members.tolist() == [0, 2]
+    assert state_of((1.0,), (0.5, 0.5, 0.5), (1.0, 0.0), (1.0,)).first_members.tolist() == [0, 1, 4, 6]
     assert state.members(0) == [0, 1] and state.members(1) == [2, 3, 4]
     assert len(state.token_log_ratios) == 10 and state.token_slice(3) == slice(6, 8)
     assert state.grad_norm.isnan().all() and math.isnan(state.statistic)

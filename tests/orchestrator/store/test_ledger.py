@@ -70,6 +70,19 @@ def test_every_transition_is_in_the_store(store: RolloutStore) -> None:
     check_invariant(store)
 
 
+def test_failures_in_a_row_are_counted_in_the_order_of_admission(store: RolloutStore) -> None:
+    ledger = ledger_of(store, 5)
+    now(ledger.fail(1, 0, "no judge", requeue=False))
+    assert ledger.failed_in_a_row == 0  # group 0 may still succeed
+    now(ledger.fail(0, 0, "no judge", requeue=False))
+    assert ledger.failed_in_a_row == 2
+    ledger.expire(2)  # says nothing
+    now(ledger.fail(3, 0, "no judge", requeue=False))
+    assert ledger.failed_in_a_row == 3
+    finish(ledger, 4)
+    assert ledger.failed_in_a_row == 0
+
+
 def test_a_skipped_step_counts(store: RolloutStore) -> None:
     ledger = ledger_of(store, 1)
     finish(ledger, 0)
