@@ -11,7 +11,8 @@ import pytest
 
 from tests.orchestrator.fake_run import FakeClient, FakeRun, bucket_texts, config, fake_fleet, weights
 from vcpo_megatron.orchestrator.peers.weight_sync import SyncError, WeightSync
-from vcpo_megatron.rollout.fleet.fleet import Fleet
+from vcpo_megatron.rollout.client.http import ServerUnavailable
+from vcpo_megatron.rollout.fleet.fleet import Fleet, FleetError
 from vcpo_megatron.run.notifier import Notifier
 from vcpo_megatron.run.tasks import run_beside
 from vcpo_megatron.transport.messages import Message, WeightsReady
@@ -221,6 +222,28 @@ def test_a_server_that_dies_in_an_update_gets_the_newest_version_after_its_resta
         ]
 
     with_sync(work, max_restarts=1)
+
+
+def test_a_killed_server_whose_connections_end_before_its_exit_is_seen_has_died() -> None:
+    """Else the run would end by a server that lives and does not take weights."""
+
+    class Killed(RecordingClient):
+        async def begin_weight_update(self) -> None:
+            if self.version is None:
+                return await super().begin_weight_update()
+            process = self.process
+            assert process is not None
+            asyncio.get_running_loop().call_later(0.3, setattr, process, "code", -9)
+            raise ServerUnavailable(self.base_url, "/begin_weight_update", "connection reset")
+
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        sync.offer(weights(version(0)))
+        await sync.all_loaded(0)
+        sync.offer(weights(version(1)))
+        await asyncio.sleep(20)
+
+    with pytest.raises(FleetError, match="rollout server 0 .*-9"):
+        with_sync(work, client=Killed)
 
 
 def test_updates_of_evaluating_servers_are_deferred_and_made_up_in_full() -> None:

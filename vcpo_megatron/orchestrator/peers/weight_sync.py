@@ -36,6 +36,9 @@ from ...types import PolicyVersion
 from ...weight_sync.orchestrator import Updater
 from ...weight_sync.wave import Wave, WaveFailed
 
+#: Seconds between the end of a killed server's connections and its exit, which can be seen only then.
+_EXIT_S = 1.0
+
 
 class SyncError(RuntimeError):
     """A server does not take new weights; the message is one line for the user."""
@@ -222,8 +225,9 @@ class WeightSync:
             return
         server = next(iter(late), wave.servers[0])
         incarnation = wave.incarnations[wave.servers.index(server)]
-        if not self._fleet.check(server, incarnation):
-            return  # it died; supervision restarts it, or has done so
+        exit_s = _EXIT_S if isinstance(error, ServerUnavailable) else 0.0
+        if await self._has_died(server, incarnation, exit_s):
+            return  # supervision restarts it, or has done so, or ends the run by the name of its exit
         if isinstance(error, ServerUnavailable | TimeoutError):
             await self._unreachable(server, wave, error)
             return
@@ -234,6 +238,15 @@ class WeightSync:
         if refusals > 1:
             raise SyncError(f"{what} twice: {error}" + ("" if by_learner else f", see {server.log}")) from error
         print(f"{what} ({error}); trying once more", flush=True)
+
+    async def _has_died(self, server: Server, incarnation: int, within_s: float) -> bool:
+        """Whether its process has ended, or does within ``within_s``."""
+        deadline = time.monotonic() + within_s
+        while self._fleet.check(server, incarnation):
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(0.05)
+        return True
 
     async def _unreachable(self, server: Server, wave: Wave[Server], error: Exception) -> None:
         """The server lives and does not answer: it is replaced if that is allowed."""
