@@ -33,7 +33,9 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(RO
 SOURCES = (".py", ".md", ".sh", ".toml", ".txt")
 #: Files of a user or of a run, and the module that docs/environments.md writes.
 OF_USERS = {"calculator.py", "run.toml", "resolved.toml", "resolved.next.toml"}
-FOLDERS = {path.name for base in (ROOT, PACKAGE) for path in base.iterdir() if path.is_dir()}
+#: Folders that git ignores are not of the repository: a run leaves ``runs/``, a build ``build/``.
+IGNORED = {line.strip("/") for line in (ROOT / ".gitignore").read_text().split()}
+FOLDERS = {path.name for base in (ROOT, PACKAGE) for path in base.iterdir() if path.is_dir()} - IGNORED
 FILES = {path.name for base in (ROOT, PACKAGE, *map(ROOT.joinpath, ("tests", "tools"))) for path in base.rglob("*.*")}
 
 

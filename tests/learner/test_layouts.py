@@ -126,6 +126,7 @@ DEFAULT = (
     "dp2 overlapped deferred",
     "cp2",
     "moe ep2",
+    "moe ep2 allgather",
     "moe tp2 sp etp2",
     "moe cp2",
 )
@@ -197,6 +198,7 @@ def assert_equals_the_oracle(outcome: dict[str, Any], oracle: Oracle) -> None:
     assert metrics["lr/effective"] == pytest.approx(oracle.learning_rate, rel=5e-6)
     assert metrics["grad_norm/total"] == pytest.approx(oracle.total_norm, rel=1e-5)
     assert metrics["entropy"] == pytest.approx(oracle.entropy, rel=1e-5)
+    assert metrics["baseline/fallbacks"] == 0
     largest = max(float(g.abs().max()) for g in oracle.gradients.values())
     for key, gradient in oracle.gradients.items():
         if key in outcome["gradients"]:

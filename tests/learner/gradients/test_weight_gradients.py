@@ -25,6 +25,18 @@ def scores_of(lengths: tuple[int, ...], padding: int = 0) -> tuple[PackScores, T
     return scores, TokenShards(TokenRows(ids, n, list(lengths)), None)
 
 
+def test_rows_of_a_linear_layer_are_told_by_the_boundaries_of_the_pack() -> None:
+    """Three trajectories of a micro-step of five, and padding behind them."""
+    segments = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2, 3])
+    pack = SimpleNamespace(
+        step_samples=range(5), samples=range(3), offset=1, tokens=segments, segments=segments, boundaries=(0, 3, 7, 9)
+    )
+    scores = PackScores(pack, SimpleNamespace(context_size=1))
+    rows = scores.dense_tokens.local
+    assert rows.counts == TokenRows(scores.dense, 5).counts == [0, 3, 4, 2, 0]
+    assert [segments[rows.rows(i)].tolist() for i in (1, 2, 3)] == [[0, 0, 0], [1, 1, 1, 1], [2, 2]]
+
+
 @pytest.mark.parametrize("mode", ["accumulate", "accumulate shared", "deferred", "norms"])
 @pytest.mark.parametrize(("d_in", "d_out"), [(160, 128), (8, 4)])  # all kinds of norms; all explicit but the shortest
 @pytest.mark.parametrize("padding", [0, 5])

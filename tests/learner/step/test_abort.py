@@ -38,7 +38,15 @@ CASES = {
 
 
 #: One of each kind of parallelism, and one that is too late; the other cases are slow.
-DEFAULT = ("tp2 before a micro-batch", "cp2", "dp2 overlapped", "ep2", "pp2 before a pass", "pp2 too late")
+DEFAULT = (
+    "tp2 before a micro-batch",
+    "cp2",
+    "dp2 overlapped",
+    "dp2 in the pass for a statistic",
+    "ep2",
+    "pp2 before a pass",
+    "pp2 too late",
+)
 OTHERS = tuple(name for name in CASES if name not in DEFAULT)
 
 

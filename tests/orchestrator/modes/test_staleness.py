@@ -316,6 +316,14 @@ def test_it_rests_between_target_and_margin(ratio: float, lag: int) -> None:
     assert pacer.lag == lag
 
 
+def test_a_target_near_one_can_still_be_reached() -> None:
+    """No ratio is above 1, whatever the margin over the target is."""
+    pacer = Pacer(4, 0.95)
+    pacer.restore({"lag": 2, "average": 1.0, "until_change": 0})
+    pacer.observe(1.0)
+    assert pacer.lag == 3
+
+
 def test_what_is_not_finite_counts_as_none_and_the_state_comes_back() -> None:
     pacer = Pacer(6, 0.9)
     pacer.observe(math.nan)

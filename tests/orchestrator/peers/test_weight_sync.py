@@ -150,6 +150,19 @@ def test_a_slow_server_does_not_hold_up_another() -> None:
     with_sync(work, servers=2)
 
 
+def test_a_server_without_weights_comes_before_one_with_old_ones() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        sync.offer(weights(version(0)))
+        await sync.all_loaded(0)
+        fleet.missed(fleet.servers[1])
+        sync.offer(weights(version(1)))
+        first = await fleet.changes.until(lambda: [s.index for s in fleet.servers if s.updating] or None, 5)
+        assert first == [1]
+        await sync.all_loaded(1)
+
+    with_sync(work, servers=2)
+
+
 def test_a_refused_update_takes_the_server_out_and_is_tried_once_more() -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
         sync.offer(weights(version(0)))
