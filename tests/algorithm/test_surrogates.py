@@ -18,9 +18,11 @@ from vcpo_megatron.algorithm.surrogates import (
     decoupled_ppo,
     gspo,
     m2po,
+    m2po_clip,
     p3o,
     ppo_clip,
     second_moment_cutoff,
+    second_moment_range,
     token_ess,
     veto,
 )
@@ -77,12 +79,73 @@ def test_m2po_drops_the_largest_until_the_mean_square_is_small() -> None:
     close(m2po(t, advantages(2), CLIP), 2 * math.exp(0.1), 2 * math.exp(-0.2), 0)
 
 
+def test_m2po_clip_solves_one_range() -> None:
+    """Squares .01 .04 .09 1 of updates that lead away; capped at each, they sum to .04 .13 .23 1.14."""
+    logs, a = torch.tensor([0.1, -0.2, 0.3, 1.0], dtype=torch.float64), advantages(1, -1, 1, 2)
+    for bound, tau in ((0.3, 1.0), (0.286, 1.0), (0.28, 0.3), (0.06, 0.3), (0.05, 0.2), (0.03, 0.1), (0.011, 0.1)):
+        assert second_moment_range(logs, a, bound) == pytest.approx(tau**2), bound
+    assert second_moment_range(logs, a, 0.009) == 0.0  # the smallest is too large: all of them are clipped
+    # what leads back, or has no advantage, is not looked at, however far away it is
+    back = torch.tensor([-5.0, 9.0, 3.0, -3.0], dtype=torch.float64)
+    both, signs = torch.cat([logs, back]), torch.cat([a, advantages(1, -1, 0, 0)])
+    assert second_moment_range(both, signs, 0.05) == pytest.approx(0.04)
+    assert second_moment_range(back, advantages(1, -1, 0, 0), 0.05) == 0.0
+    one = torch.tensor([710.0], dtype=torch.float64)
+    assert second_moment_range(one, advantages(1), 0.04) == 0.0
+
+
+def test_m2po_clip_closes_what_leads_away_beyond_the_range() -> None:
+    """tau = 0.2. Of a positive answer ratios above e^0.2 are closed, of a negative one those below e^-0.2."""
+    logs = [0.1, -0.2, 0.3, -0.3, 0.2]
+    rows = [[math.exp(log) for log in logs]] * 3
+    expected = [2 * rows[0][0], 2 * rows[0][1], 0, 2 * rows[0][3], 2 * rows[0][4]]
+    negative = [-rows[0][0], -rows[0][1], -rows[0][2], 0, -rows[0][4]]
+    t = tokens(rows, statistic=math.log(math.exp(0.2)) ** 2 + 1e-15)
+    close(m2po_clip(t, advantages(2, -1, 0), CLIP), *expected, *negative, *[0] * 5)
+    # where m2po drops a token for being extreme, in whatever direction
+    close(m2po(t, advantages(2, -1, 0), CLIP)[5:10], *negative[:2], 0, 0, negative[4])
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_m2po_clip_is_the_derivative_of_a_clip_to_its_range(sign: float) -> None:
+    logs = torch.linspace(-1, 1, 41, dtype=torch.float64)[:40].requires_grad_()
+    tau = math.sqrt(second_moment_range(logs.detach(), torch.full((40,), sign, dtype=torch.float64), 0.1))
+    assert 0.3 < tau < 0.5
+    low, high = math.exp(-tau - 1e-9), math.exp(tau + 1e-9)
+    ratio = logs.exp()
+    (expected,) = torch.autograd.grad(torch.minimum(ratio * sign, ratio.clamp(low, high) * sign).sum(), logs)
+    of_one = torch.ones(40, dtype=torch.bool), torch.zeros(40, dtype=torch.long), 1
+    t = TokenTerms(logs.detach(), *of_one, tau**2 + 1e-12)
+    torch.testing.assert_close(m2po_clip(t, advantages(sign), CLIP), expected)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+@pytest.mark.parametrize("far", [89.0, 710.0, 1e4])
+def test_no_surrogate_is_infinite_and_none_is_nan(name: str, far: float) -> None:
+    """Far away tokens meet advantages above, of and below 0, with bounds and without."""
+    logs = torch.tensor([far, -far, 0.0] * 3, dtype=torch.float64)
+    t = TokenTerms(logs, torch.ones(9, dtype=torch.bool), torch.arange(3).repeat_interleave(3), 3, 0.5)
+    for bounds in (CLIP, Bounds(math.inf, 0.0, math.inf)):
+        for values in ((1, 0, -1), (-1, -1, -1), (0, 0, 0)):
+            found = SURROGATES[name](t, advantages(*values), bounds)
+            assert found.isfinite().all() and found.abs().max() <= math.exp(20), (values, bounds)
+            if name != "p3o":
+                assert bool((found.view(3, 3)[advantages(*values) == 0] == 0).all())
+
+
+def test_a_ratio_stops_at_its_limit_and_is_exact_below() -> None:
+    logs = torch.tensor([-1e4, -3.0, 19.9, 20.0, 21.0, 710.0, math.inf, math.nan], dtype=torch.float64)
+    found = importance.bounded_exp(logs)
+    assert found[:4].tolist() == logs[:4].exp().tolist()
+    assert found[4:7].tolist() == [math.exp(20)] * 3 and math.isnan(found[7])
+
+
 def test_cispo_never_loses_a_token() -> None:
     close(cispo(tokens([[0.1, 2.0, 9.0]]), advantages(-2), Bounds(8.0, 0.5, 5.0)), -1, -4, -10)
 
 
 def test_p3o() -> None:
-    assert token_ess(torch.tensor([1.0, 3.0]).log(), 0.0) == pytest.approx(16 / 10 / 2)
+    assert token_ess(torch.tensor([1.0, 3.0]).log()) == pytest.approx(16 / 10 / 2)
     # d KL / d log pi = 1 - 1/r: -1 at r = 1/2, 2/3 at r = 3, 1 - e^10 from r = e^-10 down
     close(p3o(tokens([[0.5, 3.0]], statistic=0.8), advantages(2), CLIP), 0.5 * 2 + 0.2, 0.8 * 2 - 0.2 * 2 / 3)
     close(
@@ -141,7 +204,8 @@ def test_every_preset_names_functions_that_exist() -> None:
 #: What is known of presets; a new preset needs no entry here.
 UNCORRECTED, NORMS, SCALED = {"reinforce", "rloo"}, {"vcpo", "vcpo_opob_only"}, {"vcpo", "vcpo_ess_only"}
 LINEAR = UNCORRECTED | NORMS | SCALED | {"tis_token", "tis_sequence", "mis", "icepop"}
-CLIPPED = {"grpo", "dr_grpo", "ppo_clip", "decoupled_ppo", "gspo", "m2po", "cispo", "p3o", "mu_grpo", "asymmetric"}
+CLIPPED = {"grpo", "dr_grpo", "ppo_clip", "decoupled_ppo", "gspo", "m2po", "m2po_clip", "cispo", "p3o", "mu_grpo"}
+CLIPPED |= {"asymmetric"}
 
 
 def test_presets_say_what_they_are() -> None:

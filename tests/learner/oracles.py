@@ -79,8 +79,8 @@ class Policy:
                 flat = rewards.max() == rewards.min()
                 s.advantage = 0.0 if flat else float((s.reward - b) / (rewards.std() if std else 1.0))
 
-    def opob(self, leave_one_out: bool = False, sequence: bool = True) -> list[float]:
-        """Set advantages by OPOB from materialised gradients, std-normalised; returns the norms |g_i|."""
+    def opob(self, leave_one_out: bool = False, sequence: bool = True, std: bool = True) -> list[float]:
+        """Set advantages by OPOB from materialised gradients, over the standard deviation; returns the norms |g_i|."""
         norms = []
         for s in self.samples:
             weight = 1.0 if sequence else (s.logp - s.mu).detach().exp().clamp(max=8.0)
@@ -96,7 +96,8 @@ class Policy:
                 shares = np.array([group[j].log_share for j in others])  # type: ignore[attr-defined]
                 p = np.exp(shares - shares.max())
                 b = float((p / p.sum() * rewards[others]).sum())
-                s.advantage = 0.0 if rewards.max() == rewards.min() else float((s.reward - b) / rewards.std())
+                scale = rewards.std() if std else 1.0
+                s.advantage = 0.0 if rewards.max() == rewards.min() else float((s.reward - b) / scale)
         return norms
 
     def ess(self) -> float:
@@ -162,6 +163,18 @@ def _m2_kept(samples: Sequence[Sample]) -> float:
     return squares[-1]
 
 
+def _m2_range(samples: Sequence[Sample]) -> float:
+    """tau: the log ratio at which those that lead away must be capped for a mean square of 0.04, by bisection."""
+    away = [float(x) ** 2 for s in samples for x in s.logp - s.mu if float(x) * s.advantage > 0]
+    low, high = 0.0, max(away, default=0.0)
+    if sum(away) <= 0.04 * len(away):
+        return math.sqrt(high)
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(min(v, middle) for v in away) < 0.04 * len(away) else (low, middle)
+    return math.sqrt(low)
+
+
 def _token_ess(samples: Sequence[Sample]) -> float:
     r = torch.cat([_ratio(s).detach() for s in samples])
     return float(r.sum() ** 2 / (r**2).sum() / len(r))
@@ -200,6 +213,12 @@ OBJECTIVES: dict[str, tuple[str, bool, str, Callable[[Sequence[Sample]], Callabl
         True,
         "token_mean",
         lambda all: lambda s: torch.where((s.logp - s.mu) ** 2 <= _m2_kept(all), _ratio(s) * s.advantage, 0.0),
+    ),
+    "m2po_clip": (
+        "group_mean",
+        True,
+        "token_mean",
+        lambda all: lambda s: _clipped(_ratio(s), s.advantage, math.exp(-_m2_range(all)), math.exp(_m2_range(all))),
     ),
     "cispo": (
         "group_mean",

@@ -336,6 +336,7 @@ class FakeLearner(threading.Thread):
         self.left: list[int] = []
         self.sends_weights = True
         self.ess_ratio = 1.0
+        self.first_ess_ratio: float | None = None
         self._synced = threading.Event()
         self._synced.set()
         self._ended = False
@@ -414,7 +415,9 @@ class FakeLearner(threading.Thread):
             for t in group.trajectories
         )
         skipped = "non-finite step" if batch.step in self.skips else ""
-        metrics = {"loss": 0.5, "ess/ratio": self.ess_ratio, "time/forward_backward": 0.1}
+        first = self.first_ess_ratio if batch.step == 0 else None
+        ess_ratio = self.ess_ratio if first is None else first
+        metrics = {"loss": 0.5, "ess/ratio": ess_ratio, "time/forward_backward": 0.1}
         client.send(StepDone(StepResult(batch.step, self.version, skipped, metrics, results)))
         self._weights(client)
 

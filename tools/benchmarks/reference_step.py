@@ -18,7 +18,7 @@ from vcpo_megatron.learner.megatron.logprobs import token_logprobs
 from vcpo_megatron.learner.megatron.parallel import Parallel
 from vcpo_megatron.learner.megatron.schedule import ForwardStep, Loss, as_loss, forward_tokens, run_schedule
 from vcpo_megatron.learner.megatron.training import Trainable
-from vcpo_megatron.types import Batch, PolicyVersion, StepResult
+from vcpo_megatron.types import Batch, PolicyVersion, StepResult, has_variance
 
 
 class ReferenceStep:
@@ -50,7 +50,7 @@ class ReferenceStep:
 
     def _group(self, group: list[Sample], coefficients: torch.Tensor) -> None:
         rewards = torch.tensor([sample.trajectory.reward for sample in group], dtype=torch.float64)
-        scale = group_scale(rewards, True)
+        scale = group_scale(rewards, True, has_variance(rewards.tolist()))
         torch._foreach_zero_(self._sums)
         log_ratios, norms = [], []
         for sample in group:

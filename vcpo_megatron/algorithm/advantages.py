@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class GroupScale:
-    """mean m, inverse_std 1/std (1.0 without ``normalize_std``), has_variance: max R > min R.
+    """mean m, inverse_std 1/std (1.0 without ``normalize_std``), has_variance: rewards differ by more than rounding.
 
     A group without variance carries no gradient at all: its coefficients are 0 and its inverse_std is 1.0.
     """
@@ -24,10 +24,12 @@ class GroupScale:
     has_variance: bool
 
 
-def group_scale(rewards: Tensor, normalize_std: bool) -> GroupScale:
-    """Scale of one group's rewards, float [n], n > 0; in float64.
+def group_scale(rewards: Tensor, normalize_std: bool, has_variance: bool) -> GroupScale:
+    """Scale of one group's rewards, float [n], n > 0; in float64. Whether they differ is the caller's to say
+    (``types.has_variance``).
 
-    Raises ValueError when a reward is not finite: no baseline or scale is defined then.
+    Raises ValueError when a reward is not finite: no baseline or scale is defined then; and when equal rewards are said
+    to differ.
     """
     if rewards.ndim != 1 or not rewards.numel():
         raise ValueError(f"rewards of a group have shape {list(rewards.shape)}, expected [n] with n > 0")
@@ -36,8 +38,10 @@ def group_scale(rewards: Tensor, normalize_std: bool) -> GroupScale:
         raise ValueError(f"rewards of a group are {rewards.tolist()}: every reward must be finite")
     offsets = values - values[0]
     mean = float(values[0] + offsets.mean())
-    if not bool((offsets != 0).any()):
+    if not has_variance:
         return GroupScale(mean, 1.0, False)
+    if not bool((offsets != 0).any()):
+        raise ValueError(f"rewards of a group are {rewards.tolist()}: equal rewards have no variance")
     if not normalize_std:
         return GroupScale(mean, 1.0, True)
     # In units of the largest offset, so that squares of tiny differences do not vanish.

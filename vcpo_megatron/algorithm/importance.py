@@ -18,6 +18,16 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+#: Largest log ratio of a token whose ratio is formed; beyond it a ratio stays exp(20) = 4.9e8. A policy that gives a
+#: token at most probability 1 had sampled this one at 2e-9: only a defect does that. In fp32 exp(89) is infinite, and
+#: the one token would make every gradient of its batch so.
+TOKEN_LIMIT = 20.0
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp(min(l, 20)), elementwise: the ratio of a token, finite in fp32 with all that multiplies it; nan stays nan."""
+    return torch.clamp(log_ratio, max=TOKEN_LIMIT).exp()
+
 
 def segment_sum(values: Tensor, mask: Tensor, segment_ids: Tensor, n: int) -> Tensor:
     """Sum of the unmasked values of each segment.

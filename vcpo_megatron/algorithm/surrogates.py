@@ -4,7 +4,8 @@ The learner differentiates  L = - sum_i c_i sum_t v_t log pi_theta(t)  with v de
 function  v = surrogate(tokens, advantage, bounds).  For a surrogate objective J(r) of the token ratio
 r = pi_theta / mu this is v = dJ/d log r = r J'(r): where a clip is active, v = 0.
 
-All ratios enter as logarithms, float64, with masked positions at 0. Advantages are (R_i - b) / std of
+All ratios enter as logarithms, float64, with masked positions at 0, and are formed by ``bounded_exp``: whatever one
+token's ratio is, its coefficient is finite, and 0 where the advantage is. Advantages are (R_i - b) / std of
 trajectory i. Nothing here is differentiated through.
 """
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .ess import ess_ratio
-from .importance import segment_sum, truncated_weights
+from .importance import bounded_exp, segment_sum, truncated_log_weights, truncated_weights
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def ppo_clip(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     """min(r A, clip(r, low, high) A) per token (PPO, arXiv 1707.06347 eq. 7; with group advantages GRPO,
     arXiv 2402.03300; without std and with a constant length Dr. GRPO, arXiv 2503.20783)."""
     a = tokens.per_token(advantage)
-    ratio = tokens.log_ratio.exp()
+    ratio = bounded_exp(tokens.log_ratio)
     return torch.where(_clip_open(ratio, a, bounds) > 0, ratio * a, 0.0)
 
 
@@ -77,7 +78,7 @@ def decoupled_ppo(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tens
     pi_prox is the policy at the start of the step, and a batch is used for one update: pi_theta / pi_prox is 1.
     """
     a = tokens.per_token(advantage)
-    weight = truncated_weights(tokens.log_ratio, bounds.threshold)
+    weight = bounded_exp(truncated_log_weights(tokens.log_ratio, bounds.threshold))
     return torch.where(_clip_open(torch.ones_like(weight), a, bounds) > 0, weight * a, 0.0)
 
 
@@ -87,23 +88,40 @@ def gspo(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     d s_i / d log pi_t = s_i / T_i; the 1/T_i is that of ``loss_normalization = sequence_token_mean``.
     """
     length = tokens.sums(torch.ones_like(tokens.log_ratio)).clamp(min=1.0)
-    ratio = (tokens.sums(tokens.log_ratio) / length).exp()
+    ratio = bounded_exp(tokens.sums(tokens.log_ratio) / length)
     advantage = advantage.to(ratio)
     return tokens.per_token(torch.where(_clip_open(ratio, advantage, bounds) > 0, ratio * advantage, 0.0))
 
 
 def m2po(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
-    """r A on the tokens that are kept (arXiv 2510.01161; the selection as AReaL's documentation describes it).
+    """r A on the tokens that are kept (M2PO as arXiv 2510.01161 describes it in words, and AReaL's documentation).
 
     ``statistic`` is the largest (log r)^2 that is kept, see ``second_moment_cutoff``.
     """
     kept = tokens.log_ratio.square() <= tokens.statistic
-    return torch.where(kept, tokens.log_ratio.exp() * tokens.per_token(advantage), 0.0)
+    return torch.where(kept, bounded_exp(tokens.log_ratio) * tokens.per_token(advantage), 0.0)
+
+
+def m2po_clip(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """PPO's clip of r to one range, exp(-tau) to exp(tau), solved for the batch (M2PO as its authors released it).
+
+    ``statistic`` is tau^2, see ``second_moment_range``. No token is chosen for being extreme: one whose update leads
+    back towards the behaviour keeps its gradient however far away it is.
+    """
+    a = tokens.per_token(advantage)
+    closed = _leads_away(tokens.log_ratio, a) & (tokens.log_ratio.square() > tokens.statistic)
+    return torch.where(closed, 0.0, bounded_exp(tokens.log_ratio) * a)
+
+
+def _leads_away(log_ratio: Tensor, advantage: Tensor) -> Tensor:
+    """Where an update takes r further away from 1: r > 1 and A > 0, or r < 1 and A < 0."""
+    return log_ratio.sign() * advantage.sign() > 0
 
 
 def cispo(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     """clip(r, low, high) A, the clipped ratio detached: no token loses its gradient (MiniMax-M1, arXiv 2506.13585)."""
-    return truncated_weights(tokens.log_ratio, bounds.high).clamp(min=bounds.low) * tokens.per_token(advantage)
+    weight = bounded_exp(truncated_log_weights(tokens.log_ratio, bounds.high)).clamp(min=bounds.low)
+    return weight * tokens.per_token(advantage)
 
 
 #: Bound of log mu - log pi inside P3O's KL estimate, as in its authors' code.
@@ -133,7 +151,8 @@ def veto(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     bounds are 0.2 and 5; the trigger's own update goes, too (above ``high`` the clip leaves it open, without bound).
     """
     log_ratio = tokens.log_ratio
-    outside = ((log_ratio.exp() < bounds.low) | (log_ratio.exp() > bounds.high)) & tokens.mask
+    ratio = bounded_exp(log_ratio)
+    outside = ((ratio < bounds.low) | (ratio > bounds.high)) & tokens.mask
     count = outside.long().cumsum(0)
     first = torch.ones(len(count), dtype=torch.bool, device=count.device)
     first[1:] = tokens.segments[1:] != tokens.segments[:-1]
@@ -156,6 +175,7 @@ SURROGATES: Mapping[str, Surrogate] = {
     "decoupled_ppo": decoupled_ppo,
     "gspo": gspo,
     "m2po": m2po,
+    "m2po_clip": m2po_clip,
     "cispo": cispo,
     "p3o": p3o,
     "veto": veto,
@@ -175,13 +195,35 @@ def second_moment_cutoff(log_ratios: Tensor, bound: float) -> float:
     return float(squares[kept - 1])
 
 
-def token_ess(log_ratios: Tensor, bound: float) -> float:
-    """ESS / M of the token ratios [M]; ``bound`` is not used. nan when a ratio is not finite."""
+def second_moment_range(log_ratios: Tensor, advantages: Tensor, bound: float) -> float:
+    """tau^2 of M2PO's range [exp(-tau), exp(tau)], as its authors' code solves it (Infini-AI-Lab/M2PO).
+
+    log_ratios, advantages  float64 [M]  of all sampled tokens of the batch
+
+    Looked at are tokens whose update leads away from the behaviour (``_leads_away``). While the mean of their
+    (log r)^2 is at most ``bound``, the largest one is given back: nothing is clipped. Else it is the largest of their
+    (log r)^2 such that, with all of them capped at it, the mean is below ``bound``; 0 when there is none, and all of
+    these tokens are clipped.
+    """
+    squares = log_ratios[_leads_away(log_ratios, advantages)].double().square().sort().values
+    n = len(squares)
+    if not n:
+        return 0.0
+    if float(squares.mean()) <= bound:
+        return float(squares[-1])
+    above = torch.arange(n - 1, -1, -1, dtype=torch.float64)
+    within = int((squares.cumsum(0) + above * squares < bound * n).sum())  # capped sums never fall
+    return float(squares[within - 1]) if within else 0.0
+
+
+def token_ess(log_ratios: Tensor) -> float:
+    """ESS / M of the token ratios [M]. nan when a ratio is not finite."""
     return ess_ratio(log_ratios)
 
 
-#: Statistics of the whole batch: (token log ratios [M], algorithm.second_moment) -> number.
-STATISTICS: Mapping[str, Callable[[Tensor, float], float]] = {
-    "second_moment": second_moment_cutoff,
-    "token_ess": token_ess,
+#: Statistics of the whole batch: (token log ratios [M], their advantages [M], algorithm.second_moment) -> number.
+STATISTICS: Mapping[str, Callable[[Tensor, Tensor, float], float]] = {
+    "second_moment": lambda ratios, advantages, bound: second_moment_cutoff(ratios, bound),
+    "second_moment_range": second_moment_range,
+    "token_ess": lambda ratios, advantages, bound: token_ess(ratios),
 }

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 #: Baselines that need per-trajectory gradient norms.
 OPOB_BASELINES = ("opob", "opob_leave_one_out")
+#: Statistics that ``algorithm.second_moment`` bounds.
+SECOND_MOMENTS = ("second_moment", "second_moment_range")
 #: Surrogates that look at a trajectory's tokens as a whole or in order.
 ORDERED_SURROGATES = ("gspo", "veto", "asymmetric")
 #: Surrogates that look at ``ratio_low`` or ``ratio_high``.
@@ -120,9 +122,15 @@ METHODS: Mapping[str, MethodPreset] = {
         "token weights, zero outside a band", is_level="token", weights="band", ratio_low=0.5, ratio_high=5.0
     ),
     "m2po": MethodPreset(
-        "tokens of extreme ratio dropped until the second moment is small",
+        "M2PO as its paper words it: tokens of extreme ratio dropped until the second moment is small",
         surrogate="m2po",
         statistic="second_moment",
+        loss_normalization="token_mean",
+    ),
+    "m2po_clip": MethodPreset(
+        "M2PO as its authors released it: PPO's clip to one range, solved so that the second moment is small",
+        surrogate="m2po_clip",
+        statistic="second_moment_range",
         loss_normalization="token_mean",
     ),
     "cispo": MethodPreset(

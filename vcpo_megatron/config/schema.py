@@ -104,7 +104,7 @@ class AlgorithmConfig(Section):
     ratio_high: float | None = Field(
         None, gt=0, allow_inf_nan=True, description="upper bound of the ratio where the method has one"
     )
-    second_moment: float = Field(0.04, gt=0, description="bound on the mean squared token log ratio (m2po)")
+    second_moment: float = Field(0.04, gt=0, description="bound on the mean squared token log ratio (m2po, m2po_clip)")
     opob_weights: Literal["raw", "truncated"] = Field("raw", description="weights that enter the optimal baseline")
     opob_mode: Literal["accumulate", "deferred", "two_pass", "proxy"] = Field(
         "accumulate", description="how the baseline gets its norms: three exact modes, and proxy, which is not exact"
@@ -187,7 +187,7 @@ class TrainConfig(Section):
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 turns them off")
     seed: int = Field(0, ge=0, description="of prompts and their order, and of sampling in exact lag")
     drop_zero_variance: bool = Field(
-        False, description="groups whose rewards are all equal are dropped and replaced by the next prompt"
+        False, description="groups whose rewards are equal, to rounding, are dropped and replaced by the next prompt"
     )
     max_pack_tokens: int = Field(4096, gt=0, description="tokens of one packed micro-batch")
 
@@ -284,8 +284,8 @@ class StalenessConfig(Section):
         600.0,
         description="wait for a trajectory at the bound before it is dropped; an evaluation's sample has as long",
     )
-    adaptive: bool = Field(False, description="admit fewer versions ahead while the ESS ratio is below adaptive_ess")
-    adaptive_ess: float = Field(0.5, gt=0, lt=1, description="ESS ratio that adaptive staleness keeps")
+    adaptive: bool = Field(False, description="admit fewer versions ahead while the ESS ratio is too low")
+    adaptive_ess: float = Field(0.5, gt=0, lt=1, description="share of the on-policy ESS ratio to keep (adaptive)")
 
 
 class CheckpointConfig(Section):

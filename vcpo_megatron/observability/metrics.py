@@ -158,7 +158,7 @@ METRICS: Mapping[str, Metric] = {
         otherwise='`algorithm.opob_accumulator_dtype = "float32"`',
     ),
     "groups/zero_variance": Metric(
-        "groups of equal rewards: no backward",
+        "groups of equal rewards (max R - min R at most 1e-6 max |R|): no backward",
         unit="groups",
         reducer="sum",
         healthy="well below `train.groups_per_step` until the end",
@@ -239,6 +239,13 @@ METRICS: Mapping[str, Metric] = {
         reducer="max",
         healthy="never above `staleness.max_staleness`",
         otherwise="that would be a defect: please report it",
+    ),
+    "staleness/token_mean": Metric(
+        "learner version at use - version that sampled the token, mean over sampled tokens",
+        unit="versions",
+        reducer="last",
+        healthy="near `staleness/mean`",
+        otherwise="below it: the bound is used up by the first tokens of long answers; above it: by the long answers",
     ),
     "staleness/admitted": Metric(
         "lag that may be admitted now; only with staleness.adaptive",

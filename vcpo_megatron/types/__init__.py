@@ -11,6 +11,7 @@ from .records import (
     VersionSpan,
     routing_dtype,
 )
+from .rewards import has_variance
 
 __all__ = [
     "Batch",
@@ -21,5 +22,6 @@ __all__ = [
     "TrajectoryResult",
     "Turn",
     "VersionSpan",
+    "has_variance",
     "routing_dtype",
 ]

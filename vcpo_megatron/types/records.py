@@ -133,6 +133,12 @@ class Trajectory:
         return found & self.loss_mask
 
     @property
+    def sampled_by_version(self) -> tuple[tuple[int, int], ...]:
+        """(number of the version, tokens that it sampled) of every span in order of position."""
+        spans = (span for turn in self.turns for span in turn.spans)
+        return tuple((span.version.number, int(self.loss_mask[span.start : span.end].sum())) for span in spans)
+
+    @property
     def versions(self) -> tuple[PolicyVersion, ...]:
         """Version of every span in order of position."""
         return tuple(span.version for turn in self.turns for span in turn.spans)

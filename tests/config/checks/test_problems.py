@@ -70,6 +70,7 @@ GOOD_LIMITS = [
         ("algorithm.opob_accumulators", 2),
     ],
     [("algorithm.method", "m2po"), ("algorithm.second_moment", 0.1)],
+    [("algorithm.method", "m2po_clip"), ("algorithm.second_moment", 0.1)],
     [("algorithm.opob_weights", "truncated"), ("algorithm.opob_accumulator_dtype", "bfloat16")],
     [("optimizer.schedule", "cosine"), ("optimizer.min_lr", 1e-7)],
     [("optimizer.lr", 0.01), ("optimizer.weight_decay", 99.9)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -79,6 +80,26 @@ def test_ratios_of_trajectories() -> None:
     r, q = torch.tensor([1.0, 0.0, 3.0, 0.0]).double(), torch.tensor([2.0, 0.0, 6.0, 5.0]).double()
     assert Coefficients(r, q).by_ratio == {0.5: [0, 2], 0.0: [3]}
     assert Coefficients(r + 1, q).by_ratio is None  # an anchor pulls on a trajectory of weight 0
+
+
+@pytest.mark.parametrize("size", [3e-12, 4e-13, 1e-30, 1e30])
+def test_rewards_of_any_size_share_a_product_at_their_exact_ratio(size: float) -> None:
+    """A group of rewards size and 0 without std: R - m is half of it, and that is what multiplies the sum."""
+    q = torch.tensor([0.3, 1.0, 2.7, 8.0]).double()
+    r = q * 0.5 * size * torch.tensor([1.0, -1.0, -1.0, 1.0]).double()
+    classes = Coefficients(r, q).by_ratio
+    assert classes is not None and list(classes.values()) == [[0, 3], [1, 2]]
+    assert list(classes) == pytest.approx([0.5 * size, -0.5 * size], rel=1e-15, abs=0)
+
+
+def test_ratios_that_differ_are_not_merged_and_rounding_is() -> None:
+    q = torch.ones(5).double()
+    r = torch.tensor([1e-13, 3e-13, 1e-13 * (1 + 1e-15), 0.0, 2e-13], dtype=torch.float64)
+    assert Coefficients(r, q).by_ratio == {1e-13: [0, 2], 3e-13: [1], 0.0: [3], 2e-13: [4]}
+    classes = Coefficients(torch.tensor([1.0, math.nan, 1.0, math.inf]).double(), q[:4]).by_ratio
+    assert classes is not None
+    found = {i: ratio for ratio, members in classes.items() for i in members}
+    assert math.isnan(found[1]) and found[3] == math.inf and found[0] == found[2] == 1.0  # seen, and the step skipped
 
 
 def test_bf16_accumulators_know_their_error() -> None:

@@ -57,6 +57,22 @@ def test_what_is_known_before_the_step() -> None:
     assert state.grad_norm.isnan().all() and math.isnan(state.statistic)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "inverse_std"),
+    [
+        ((0.3, 0.1 + 0.2, 0.3, 0.3), 1.0),  # equal but for rounding
+        ((0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1), 1.0),
+        ((3e-12, 0.0, 0.0, 3e-12), 1 / 1.5e-12),
+    ],
+    ids=str,
+)
+def test_rewards_that_differ_by_rounding_alone_are_no_signal(rewards: tuple[float, ...], inverse_std: float) -> None:
+    state = state_of(rewards)
+    assert state.inverse_std.tolist() == pytest.approx([inverse_std] * len(rewards))
+    differ = inverse_std != 1.0
+    assert state.has_variance.tolist() == [differ] * len(rewards) and state.scales[0].has_variance is differ
+
+
 def test_the_sum_over_ranks_gives_every_sample_to_all() -> None:
     mine, other = filled(), state_of((1.0, 0.0), (1.0,))
     other.log_ratio[:] = 7.0  # known to a rank that owns no sample: on an earlier stage

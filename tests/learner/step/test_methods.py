@@ -5,7 +5,7 @@ Cases that share a world size share one launch, which stays up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Case:
     tied: bool = False
     far: bool = False  # log ratios that close clips
     binary: bool = False  # rewards 0 and 1: trajectories that share a reward share a weight gradient
+    unit: float = 1.0  # of rewards
     anchor: float = 0.0  # in the second of two steps on one batch, at a learning rate that moves nothing
 
 
@@ -78,6 +79,18 @@ for _name, _ranks, _keys, _parallel in (
     ("right or wrong deferred pp2 ", 2, {"opob_mode": "deferred"}, {"pipeline": 2}),
 ):
     CASES[f"{_name}anchored"] = Case(_ranks, _keys, _parallel, pack=1000, binary=_name.startswith("right"), anchor=0.5)
+for _name, _ranks, _keys, _parallel in (
+    ("tis_token", 1, {"method": "tis_token"}, {}),
+    ("icepop dp2", 2, {"method": "icepop"}, {}),
+    ("accumulate token weights", 1, {"is_level": "token"}, {}),
+    ("accumulate token weights pp2", 2, {"is_level": "token"}, {"pipeline": 2}),
+    ("deferred token weights", 1, {"is_level": "token", "opob_mode": "deferred"}, {}),
+    ("deferred token weights cp2", 2, {"is_level": "token", "opob_mode": "deferred"}, {"context": 2}),
+    ("two_pass token weights tp2", 2, {"is_level": "token", "opob_mode": "two_pass"}, {"tensor": 2}),
+):
+    CASES[f"{_name} anchored"] = Case(_ranks, _keys, _parallel, pack=1000, anchor=0.5)
+for _unit in (3e-12, 1e-13):
+    CASES[f"rewards of {_unit:g} without std"] = Case(1, {"normalize_std": False}, pack=1000, binary=True, unit=_unit)
 for _rule in RULES:
     CASES[f"{_rule} opob"] = Case(1, {"loss_normalization": _rule}, pack=30)
     CASES[f"{_rule} opob whole groups dp2"] = Case(2, {"loss_normalization": _rule}, pack=1000)
@@ -94,7 +107,7 @@ def _oracle(case: Case, model: Path, batch: Batch, config: RunConfig) -> tuple[d
     policy.normalize(preset.loss_normalization)
     if preset.needs_norms:
         sequence = preset.is_level == "sequence"
-        policy.opob(preset.baseline == "opob_leave_one_out", sequence)
+        policy.opob(preset.baseline == "opob_leave_one_out", sequence, preset.normalize_std)
         objective = sequence_weighted if sequence else OBJECTIVES["tis_token"][3](policy.samples)
     else:
         baseline, std, rule, form = OBJECTIVES[config.algorithm.method]
@@ -118,6 +131,10 @@ DEFAULT = (
     "pp2 one accumulator",
     "vcpo_opob_only single",
     "vcpo_ess_only anchored",
+    "tis_token anchored",
+    "accumulate token weights anchored",
+    "deferred token weights anchored",
+    "rewards of 3e-12 without std",
     "tp2 anchored",
     "token_mean opob",
     "sequence_token_sum opob whole groups dp2",
@@ -141,6 +158,14 @@ def batches(models: dict[tuple[str, bool], Path]) -> dict[tuple[tuple[str, bool]
     return Made(lambda key: make_batch(models[key[0]], spread=6.0 if key[1] else 0.4, right_or_wrong=key[2]))
 
 
+def in_units(batch: Batch, unit: float) -> Batch:
+    """The batch with every reward ``unit`` times as large."""
+    groups = [
+        replace(g, trajectories=tuple(replace(t, reward=unit * t.reward) for t in g.trajectories)) for g in batch.groups
+    ]
+    return batch if unit == 1.0 else replace(batch, groups=tuple(groups))
+
+
 def assert_gradients(outcome: dict[str, Any], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
     largest = max(float(g.abs().max()) for g in expected.values())
     assert largest > 0
@@ -154,6 +179,7 @@ def assert_gradients(outcome: dict[str, Any], expected: dict[str, torch.Tensor],
 def test_gradient_equals_the_oracle(name: str, models: dict[tuple[str, bool], Path], batches: dict[Any, Batch]) -> None:
     case = CASES[name]
     model, batch = models[case.family, case.tied], batches[(case.family, case.tied), case.far, case.binary]
+    batch = in_units(batch, case.unit)
     config = make_config(
         model,
         case.ranks,
@@ -176,6 +202,31 @@ def test_gradient_equals_the_oracle(name: str, models: dict[tuple[str, bool], Pa
     scale = metrics["ess/ratio"] ** 0.5 if config.algorithm.preset.ess_scaling else 1.0
     assert metrics["ess/ratio"] == pytest.approx(policy.ess(), rel=1e-5) and metrics["ess/ratio"] < 0.95
     assert metrics["lr/effective"] / config.optimizer.lr == pytest.approx(scale)
+
+
+@pytest.mark.timeout(300)
+def test_a_token_that_is_far_off_does_not_cost_its_batch(models: dict[tuple[str, bool], Path]) -> None:
+    """One token of each answer in the first group at a log ratio of about 710: exp of it has no value in fp64, that of
+    89 none in fp32. Among them are answers of advantages above and below 0; the steps are taken."""
+    model = models["qwen2", False]
+    batch = make_batch(model, right_or_wrong=True)
+    first, *others = batch.groups
+    far = []
+    for t in first.trajectories:
+        behavior = t.behavior_logprobs.copy()
+        behavior[int(t.loss_mask.nonzero()[0][-1])] = -712.0
+        far.append(replace(t, behavior_logprobs=behavior))
+    batch = replace(batch, groups=(replace(first, trajectories=tuple(far)), *others))
+    keys = [{"method": "grpo"}, {"method": "mu_grpo"}, {"method": "m2po_clip"}, {"method": "gspo"}]
+    keys += [{"method": "tis_token", "is_threshold": float("inf")}, {"is_level": "token", "is_threshold": float("inf")}]
+    cases = [(make_config(model, 1, algorithm=algorithm), [batch]) for algorithm in keys]
+    for algorithm, outcome in zip(
+        keys, run_world(1, "learner.run_layouts:one_step_each", {"cases": cases}), strict=True
+    ):
+        (result,) = outcome["results"]
+        assert not result.skipped and 0 < result.metrics["grad_norm/total"] < 1e12, algorithm
+        assert np.isfinite(result.metrics["loss"])
+        assert all(bool(p.isfinite().all()) for p in outcome["parameters"].values())
 
 
 def test_every_preset_is_held_to_an_oracle() -> None:

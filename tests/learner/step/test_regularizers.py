@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,19 @@ def test_kl_and_entropy_terms() -> None:
     term.sum().backward()
     assert logp.grad.tolist() == pytest.approx([0.0, 0.5 * (1 - e)])
     assert regularizer(0.0, 0.1, logp, torch.tensor([2.0, 3.0]), None)[0].tolist() == pytest.approx([-0.2, -0.3])
+
+
+@pytest.mark.parametrize("distance", [30.0, 100.0, 1e4])
+def test_no_token_makes_the_kl_estimate_infinite(distance: float) -> None:
+    """From a distance of 20 on the estimate follows its tangent: a pull of e^20 - 1, in fp32, and nothing from masked
+    tokens, whatever they are."""
+    logp = torch.tensor([-distance, -1.0, -1.0 - distance], requires_grad=True)
+    reference = torch.tensor([0.0, -1.0, -1.0])
+    term, kl = regularizer(1.0, 0.0, logp, torch.zeros(3), reference)
+    e = math.exp(20.0)
+    assert kl[0].item() == pytest.approx(e * (1 + distance - 20) - distance - 1, rel=1e-6) and kl[1].item() == 0.0
+    torch.where(torch.tensor([True, True, False]), term, 0.0).sum().backward()
+    assert logp.grad.tolist() == pytest.approx([1 - e, 0.0, 0.0])
 
 
 def test_weights_are_swapped_in_place_and_back() -> None:

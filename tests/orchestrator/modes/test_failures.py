@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -230,9 +231,14 @@ def test_groups_of_equal_rewards_are_replaced_by_choice(tmp_path: Path) -> None:
     assert max(run.staleness()) <= 1
 
 
-def test_nothing_but_equal_rewards_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rewards", [(1.0,), (0.3, 0.1 + 0.2)], ids=str)
+def test_nothing_but_equal_rewards_ends_the_run(
+    rewards: tuple[float, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_turns = itertools.cycle(rewards)
+
     async def step(self: Any, action: Any) -> Any:
-        return Outcome(1.0)
+        return Outcome(next(by_turns))
 
     monkeypatch.setattr(FakeEpisode, "step", step)
     run = FakeRun(tmp_path, config(train={"drop_zero_variance": True}))

@@ -290,9 +290,10 @@ def test_without_the_rule_of_dequeueing_groups_expire() -> None:
 
 
 def lags(pacer: Pacer, ratios: list[float]) -> list[int]:
+    """Of steps on stale batches."""
     found = []
     for ratio in ratios:
-        pacer.observe(ratio)
+        pacer.observe(ratio, on_policy=False)
         found.append(pacer.lag)
     return found
 
@@ -304,15 +305,15 @@ def test_it_halves_at_once_and_then_waits_for_the_effect() -> None:
 
 def test_it_grows_by_one_after_a_recovery() -> None:
     pacer = Pacer(4, 0.5)
-    pacer.restore({"lag": 0, "average": 0.9, "until_change": 0})
+    pacer.restore({"lag": 0, "on_policy": 1.0, "average": 0.9, "until_change": 0})
     assert lags(pacer, [0.9] * 16) == [1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4]
 
 
 @pytest.mark.parametrize(("ratio", "lag"), [(0.5, 2), (0.54, 2), (0.56, 3), (0.49, 1)])
 def test_it_rests_between_target_and_margin(ratio: float, lag: int) -> None:
     pacer = Pacer(4, 0.5)
-    pacer.restore({"lag": 2, "average": ratio, "until_change": 0})
-    pacer.observe(ratio)
+    pacer.restore({"lag": 2, "on_policy": None, "average": ratio, "until_change": 0})
+    pacer.observe(ratio, on_policy=False)
     assert pacer.lag == lag
 
 
@@ -326,16 +327,50 @@ def test_a_target_near_one_can_still_be_reached() -> None:
 
 def test_what_is_not_finite_counts_as_none_and_the_state_comes_back() -> None:
     pacer = Pacer(6, 0.9)
-    pacer.observe(math.nan)
+    pacer.observe(math.nan, on_policy=True)
     assert pacer.lag == 3
     other = Pacer(6, 0.9)
     other.restore(pacer.state())
     assert lags(other, [1.0] * 60) == lags(pacer, [1.0] * 60) and other.lag == 6
     smaller = Pacer(2, 0.9)
-    smaller.restore({"lag": 5, "average": 1.0, "until_change": 0})
+    smaller.restore({"lag": 5, "on_policy": 0.9, "average": 1.0, "until_change": 0})
     assert smaller.lag == 2
     with pytest.raises(ValueError, match="target = 1.5"):
         Pacer(2, 1.5)
+
+
+@pytest.mark.parametrize(("mismatch", "target"), [(0.9, 0.9), (0.9, 0.95), (0.4, 0.5), (0.05, 0.6)])
+def test_a_constant_mismatch_of_engine_and_learner_costs_no_lag(mismatch: float, target: float) -> None:
+    """The on-policy ratio is ``mismatch``, and staleness adds nothing to it."""
+    pacer = Pacer(8, target)
+    pacer.observe(mismatch, on_policy=True)  # a run's first batch
+    assert lags(pacer, [mismatch] * 40) == [8] * 40
+    # staleness that takes more than the target allows is met as before, and the lag comes back
+    assert lags(pacer, [mismatch * target * 0.8] * 60)[-1] == 0
+    for _ in range(80):
+        pacer.observe(mismatch, on_policy=pacer.lag == 0)
+    assert pacer.lag == 8
+
+
+def test_what_is_on_policy_is_measured_anew_where_the_lag_is_0() -> None:
+    """Answers grow, and the mismatch with them: the lag falls for it once, and comes back."""
+    pacer = Pacer(4, 0.8)
+    pacer.observe(1.0, on_policy=True)
+    found = lags(pacer, [0.6] * 20)
+    assert found[-1] == 0
+    for _ in range(40):
+        pacer.observe(0.6, on_policy=pacer.lag == 0)
+    assert pacer.lag == 4 and lags(pacer, [0.6] * 40) == [4] * 40
+
+
+@pytest.mark.parametrize("target", [0.5, 0.9, 0.97])
+def test_an_on_policy_run_is_never_kept_at_0_by_its_noise(target: float) -> None:
+    rng = random.Random(5)
+    pacer = Pacer(1, target)
+    pacer.restore({"lag": 0, "on_policy": 0.8, "average": 0.3, "until_change": 0})
+    for _ in range(60):
+        pacer.observe(0.8 * rng.uniform(0.97, 1.03), on_policy=True)
+    assert pacer.lag == 1
 
 
 class _PacedRun(_Run):
@@ -343,6 +378,7 @@ class _PacedRun(_Run):
 
     pacer: Pacer
     gain: float = 0.3
+    mismatch: float = 1.0
 
     def admit(self) -> None:
         promised = self.bound
@@ -355,7 +391,8 @@ class _PacedRun(_Run):
     def handle(self, kind: str, what: object) -> None:
         if kind == "step":
             lag = max(self.version - group.version for group in self.in_training.values())
-            self.pacer.observe(math.exp(-self.gain * lag) * self.rng.uniform(0.9, 1.0))
+            ratio = self.mismatch * math.exp(-self.gain * lag) * self.rng.uniform(0.9, 1.0)
+            self.pacer.observe(ratio, on_policy=lag == 0)
         super().handle(kind, what)  # type: ignore[arg-type]
 
 
@@ -383,10 +420,11 @@ def test_paced_runs_keep_the_bound_waste_nothing_and_never_stop(k: int, crash: f
         assert 0 <= run.pacer.lag <= k
 
 
-def test_the_lag_settles_where_the_ratio_is_kept() -> None:
-    """A ratio of exp(-0.1 lag) is 0.5 at a lag of 7: far from both 0 and 16."""
+@pytest.mark.parametrize("mismatch", [1.0, 0.6])
+def test_the_lag_settles_where_the_ratio_is_kept(mismatch: float) -> None:
+    """A ratio of exp(-0.1 lag) times the on-policy one is half of it at a lag of 7: far from both 0 and 16."""
     run = _PacedRun(StalenessBound(16, 4), random.Random(0), servers=2, slots=64, tail=0.5)
-    run.pacer, run.gain = Pacer(16, 0.5), 0.1
+    run.pacer, run.gain, run.mismatch = Pacer(16, 0.5), 0.1, mismatch
     run.until(600)
     late = [step - group.version for step, _, group in run.trained if step > 200]
     assert 3 <= sum(late) / len(late) <= 8
@@ -399,11 +437,12 @@ def test_a_run_with_adaptive_staleness_logs_the_lag_and_keeps_it_over_a_resume(t
         checkpoint={"every": 4},
     )
     run = FakeRun(tmp_path, cfg)  # type: ignore[arg-type]
-    run.learner.ess_ratio = 0.2
+    run.learner.ess_ratio = 0.1
+    run.learner.first_ess_ratio = 1.0  # of the first batch, which is on-policy
     assert run.run() == "run ended"
-    assert [row["staleness/admitted"] for row in run.rows()] == [2] * 5 + [1] * 3
+    assert [row["staleness/admitted"] for row in run.rows()] == [4] + [2] * 5 + [1] * 2
     kept = run.context.directory.manifest(8).orchestrator["pacer"]
-    assert kept["lag"] == 1
+    assert kept["lag"] == 1 and kept["on_policy"] is not None
     again = FakeRun(
         tmp_path,
         cfg.model_copy(update={"train": config(train={"steps": 10}).train}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from ..methods import ORDERED_SURROGATES
+from ..methods import ORDERED_SURROGATES, SECOND_MOMENTS
 from ..schema import RunConfig
 
 
@@ -112,7 +112,7 @@ def idle_keys(config: RunConfig) -> Iterator[str]:
     reads = {
         "algorithm.ratio_low": (preset.bounded, f"{method} does not bound ratios"),
         "algorithm.ratio_high": (preset.bounded, f"{method} does not bound ratios"),
-        "algorithm.second_moment": (preset.statistic == "second_moment", f"{method} does not bound it"),
+        "algorithm.second_moment": (preset.statistic in SECOND_MOMENTS, f"{method} does not bound it"),
         "algorithm.opob_mode": (opob, no_norms),
         "algorithm.opob_weights": (
             opob and preset.is_level == "sequence",

@@ -8,6 +8,7 @@ router): only together do they have the trajectory's whole weight gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,8 @@ from ..megatron.parallel import Parallel
 from .weight_gradients import Accumulator, NormsOnly, WeightGradients
 
 FP32_TINY = torch.finfo(torch.float32).tiny
+#: Ratios r_i / q_i that differ by no more than this share of themselves are those of one reward.
+SAME_RATIO = 1e-12
 
 
 class TokenRows:
@@ -140,14 +143,24 @@ class Coefficients:
         """Trajectories by r_i / q_i, without those of r_i = q_i = 0; None where some r_i has no q_i in fp32.
 
         Trajectories of one reward share the ratio (without an anchor it is (R_i - m_g) / std_g, to rounding), and
-        so one sum of q_i W_i serves both the gradient and S_g.
+        so one sum of q_i W_i serves both the gradient and S_g. A class's ratio is that of one of its trajectories,
+        whatever its size: rewards have no unit.
         """
-        classes: dict[float, list[int]] = {}
+        ratios: dict[int, float] = {}
         for i, (r, q) in enumerate(zip(self.gradient.tolist(), self.sums.tolist(), strict=True)):
             if abs(q) < FP32_TINY and r != 0.0:
                 return None
             if q != 0.0:
-                classes.setdefault(round(r / q, 12), []).append(i)
+                ratios[i] = r / q
+        shared: dict[int, float] = {}
+        first = math.nan
+        for i in sorted(ratios, key=ratios.__getitem__):
+            if not abs(ratios[i] - first) <= SAME_RATIO * abs(first):  # nan is like nothing
+                first = ratios[i]
+            shared[i] = first
+        classes: dict[float, list[int]] = {}
+        for i in ratios:
+            classes.setdefault(shared[i], []).append(i)
         return classes
 
 

@@ -277,7 +277,7 @@ class Accumulate:
                     g, a = _scaled(g, _on_rows(q, ids), a)
                     for rows in _blocks(d_out, d_in):
                         first = None if rows.start else probe
-                        self._add(_product(g[:, rows].t(), a), ratio, 1.0, main[rows], total[rows], first)
+                        self._add(_product(g[:, rows].t(), a), fp32_scalar(ratio), 1.0, main[rows], total[rows], first)
         elif short:
             a, g, ids = _rows_of(tokens, short, inputs, grads, tokens.local.ids)
             _add_product(main, g, _on_rows(r, ids), a)

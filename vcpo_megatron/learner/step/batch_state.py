@@ -16,6 +16,7 @@ from torch import Tensor
 from ...algorithm import baselines, normalization
 from ...algorithm.advantages import GroupScale, group_scale
 from ...config.schema import AlgorithmConfig
+from ...types import has_variance
 from ..batch.packing import Sample
 from ..megatron.parallel import Parallel, agree_sum
 
@@ -140,7 +141,7 @@ class BatchState:
         """What is known before the step. ``previous_ess``: ESS ratio of the step before."""
         method = algorithm.preset
         rewards = [torch.tensor([s.trajectory.reward for s in group], dtype=torch.float64) for group in groups]
-        scales = tuple(group_scale(values, method.normalize_std) for values in rewards)
+        scales = tuple(group_scale(r, method.normalize_std, has_variance(r.tolist())) for r in rewards)
         before = [baselines.before_norms(method.baseline, values) for values in rewards]
         sampled = torch.tensor([s.trajectory.num_sampled for group in groups for s in group])
         sizes = torch.tensor([len(group) for group in groups], dtype=torch.int64)

@@ -1,10 +1,10 @@
 """What the trajectories and tokens of one batch are multiplied by: numbers only, no model, no ranks.
 
-    linear methods   v_t w_i ((R_i - b_i)/std + a/w_i)    v_t token weight or 1, w_i sequence weight or 1
+    linear methods   v_t w_i (R_i - b_i)/std + a          v_t token weight or 1, w_i sequence weight or 1
     other methods    surrogate(ratios, (R_i - b_i)/std)_t + a
 
 Samples of zero-variance groups get 0, but for a surrogate of the whole batch, which sees them with advantage 0. a is
-the behaviour anchor's coefficient.
+the behaviour anchor's coefficient, which no weight multiplies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Objective:
         if self.method.is_level != "token":
             return torch.ones_like(policy)
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
-        return self._log_weights(ratios).exp().to(policy.dtype)
+        return importance.bounded_exp(self._log_weights(ratios)).to(policy.dtype)
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -58,16 +58,32 @@ class Objective:
         return torch.where(state.has_variance[chosen], found, 0.0)
 
     def trajectory_coefficients(self, state: BatchState, index: Sequence[int]) -> Tensor:
-        """w_i (R_i - b_i) / std + a of a linear method."""
-        weights = self.sequence_weights(state.log_ratio[list(index)])
-        anchor = torch.where(state.has_variance[list(index)], state.anchor, 0.0)
-        return weights * self.advantages(state, index) + anchor
+        """What multiplies s_i / w_i of a linear method: w_i (R_i - b_i) / std, and a where no token has a weight.
+
+        With token weights a trajectory's gradient holds them, and the anchor is a term of its own: ``token_anchor``.
+        """
+        weights, advantages = self.sequence_weights(state.log_ratio[list(index)]), self.advantages(state, index)
+        weighted = torch.where(advantages == 0.0, 0.0, weights * advantages)  # a weight without bound may be infinite
+        return weighted if self.method.is_level == "token" else weighted + self._anchors(state, index)
+
+    def has_token_anchor(self, state: BatchState) -> bool:
+        """Whether a linear method's anchor cannot be one coefficient a trajectory; the same on all ranks."""
+        return self.method.linear and self.method.is_level == "token" and state.anchor != 0.0
+
+    def token_anchor(self, state: BatchState, pack: Pack, policy: Tensor) -> Tensor:
+        """What the anchor adds to the coefficients of tokens that have weights: [T], dtype of ``policy``."""
+        return torch.nn.functional.pad(self._anchors(state, pack.index), (0, 1)).to(policy)[pack.segments]
+
+    def _anchors(self, state: BatchState, index: Sequence[int]) -> Tensor:
+        """a, and 0 in zero-variance groups."""
+        return torch.where(state.has_variance[list(index)], state.anchor, 0.0)
 
     def token_coefficients(self, state: BatchState, pack: Pack, policy: Tensor) -> Tensor:
         """What multiplies c_i log pi_t once baselines are known: [T], dtype of the detached log-probs ``policy``."""
         if self.method.linear:
             whole = torch.nn.functional.pad(self.trajectory_coefficients(state, pack.index), (0, 1)).to(policy)
-            return whole[pack.segments] * self.token_weights(pack, policy)
+            weighted = whole[pack.segments] * self.token_weights(pack, policy)
+            return weighted + self.token_anchor(state, pack, policy) if self.has_token_anchor(state) else weighted
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
         tokens = TokenTerms(ratios, pack.mask, pack.segments, len(pack.samples), state.statistic)
         advantages = self.advantages(state, pack.index).to(policy.device)
@@ -86,9 +102,11 @@ class Objective:
         """True until the statistic that the method asks for is set."""
         return bool(self.method.statistic) and math.isnan(state.statistic)
 
-    def statistic(self, token_log_ratios: Tensor) -> float:
-        """From the log ratios of all sampled tokens of the batch, float64 [M]."""
-        found = STATISTICS[self.method.statistic](token_log_ratios, self._algorithm.second_moment)
+    def statistic(self, state: BatchState, token_log_ratios: Tensor) -> float:
+        """From the log ratios of all sampled tokens of the batch, float64 [M], and the advantages that rewards give."""
+        advantages = self.advantages(state, range(len(state.rewards)))
+        of_tokens = advantages.repeat_interleave(state.sampled_tokens.long())
+        found = STATISTICS[self.method.statistic](token_log_ratios, of_tokens, self._algorithm.second_moment)
         return found if math.isfinite(found) else 1.0  # a non-finite ratio: the step will be skipped
 
     # --- baselines from norms -------------------------------------------------------------------

@@ -74,7 +74,7 @@ class Passes:
         agree_sum(ratios, self.parallel)
         if ratios[-1] > 0:
             raise ReplicaAborted
-        state.statistic = self.objective.statistic(ratios[:-1])
+        state.statistic = self.objective.statistic(state, ratios[:-1])
 
     def count_expert_tokens(self, packs: Sequence[Pack]) -> None:
         """Where the load-balancing loss asks for it: how many of the batch's tokens go to each expert."""
@@ -94,9 +94,12 @@ class Passes:
         self._backward_balanced(plan.packs if whole else plan.trained, partial(self._forward_plain, state))
 
     def add_regularizers(self, state: BatchState, plan: StepPlan) -> None:
-        """KL, entropy and the balance of experts by themselves, where any is asked for."""
+        """What no baseline multiplies, by itself where there is any: KL, entropy, the balance of experts, and the
+        anchor where tokens have weights, which are in the gradients that another backward carries."""
         if self.config.algorithm.regularized:
             self._backward_balanced(plan.packs, partial(self._forward_regularizer, state))
+        elif self.objective.has_token_anchor(state):
+            self._backward_balanced(plan.trained, partial(self._forward_regularizer, state))
 
     def run(self, packs: Sequence[Pack], forward: Forward, *, forward_only: bool = False) -> None:
         """``forward`` on every pack and chunk, and its backward; no reduction of gradients starts in it."""
@@ -156,6 +159,8 @@ class Passes:
         def loss(logits: torch.Tensor) -> Loss:
             logprobs, entropy = self.terms.score(pack, logits)
             terms = self.terms.regularizer(state, pack, logprobs, entropy)
+            if self.objective.has_token_anchor(state):
+                terms = terms - self.objective.token_anchor(state, pack, logprobs.detach()) * logprobs
             return as_loss(self.terms.normalized(state, pack, terms))
 
         return self.output(pack, model), loss

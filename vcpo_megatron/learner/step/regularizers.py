@@ -10,11 +10,14 @@ trajectory's |g_i|: with exact norms they take a backward through a forward of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from ...algorithm.importance import TOKEN_LIMIT, bounded_exp
 
 
 def regularizer(
@@ -22,12 +25,15 @@ def regularizer(
 ) -> tuple[Tensor, Tensor]:
     """(kl_coef k3 - entropy_coef H, k3 detached), [T] each, of log-probs, entropies and reference log-probs [T].
 
+    k3 = exp(d) - d - 1 with d = log pi_ref - log pi; exp goes on along its tangent from d = ``TOKEN_LIMIT`` on: a
+    token that the policy has left is pulled back, and no token's gradient is infinite.
     Masked positions may hold anything: select with ``torch.where`` afterwards.
     """
     k3 = torch.zeros_like(logprobs)
     if reference is not None:
         difference = reference - logprobs
-        k3 = difference.exp() - difference - 1.0
+        beyond = torch.relu(difference - TOKEN_LIMIT)
+        k3 = bounded_exp(difference) + math.exp(TOKEN_LIMIT) * beyond - difference - 1.0
     return kl_coef * k3 - entropy_coef * entropy, k3.detach()
 
 

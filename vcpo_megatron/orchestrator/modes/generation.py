@@ -24,7 +24,7 @@ from ...rollout.client.protocol import SamplingParams
 from ...rollout.fleet.fleet import Fleet, Lease
 from ...run.tasks import RunError, cancel
 from ...run.text import one_line
-from ...types import Trajectory
+from ...types import Trajectory, has_variance
 from ..store.ledger import GroupLedger, LiveGroup
 from ..store.recorder import Recorder
 from ..store.records import Answer
@@ -220,8 +220,9 @@ class Generation:
 
     def _lacks_variance(self, group: LiveGroup) -> bool:
         """Whether the rewards of a complete group are all equal, and such groups are dropped."""
-        rewards = {member.reward for member in group.members.values()}
-        return self._rules.drop_zero_variance and group.complete and len(rewards) == 1
+        if not self._rules.drop_zero_variance or not group.complete:
+            return False
+        return not has_variance([member.reward for member in group.members.values()])
 
     def _drop_zero_variance(self, group: LiveGroup) -> asyncio.Future[bool]:
         return self._ledger.drop(group.group_id, ZERO_VARIANCE)

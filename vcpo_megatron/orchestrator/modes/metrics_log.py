@@ -171,6 +171,9 @@ def step_row(batch: Batch, result: StepResult, counts: Counts, times: Mapping[st
     own = StepMetrics()
     own.observe("reward/mean", *(trajectory.reward for trajectory in trajectories))
     own.distribution("staleness", (batch.step - trajectory.oldest_version for trajectory in trajectories))
+    tokens = [(count, batch.step - version) for one in trajectories for version, count in one.sampled_by_version]
+    if sampled := sum(count for count, _ in tokens):
+        own.observe("staleness/token_mean", sum(count * lag for count, lag in tokens) / sampled)
     own.observe("step/skipped", float(bool(result.skipped)))
     for name, seconds in times.items():
         own.observe(name, seconds)

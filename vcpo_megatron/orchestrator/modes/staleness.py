@@ -23,11 +23,15 @@ steps taken are the version, nothing has to be restored after a resume.
 
 Adaptive staleness (``Pacer``) is beyond the paper. The bound k of the configuration stays the promise: it decides when
 a group expires and which batches may be taken. Below it, ``Pacer.lag`` decides how far ahead groups are *admitted*.
-When the ESS ratio falls below ``target``, the lag is halved: generation waits until the learner has caught up, and
-nothing that was started is thrown away. When the ratio has recovered, the lag grows by one.
+When the ESS ratio falls below ``target`` times that of on-policy batches, the lag is halved: generation waits until the
+learner has caught up, and nothing that was started is thrown away. When the ratio has recovered, the lag grows by one.
+
+On-policy batches do not have a ratio of 1: learner and servers compute a little differently, and long answers add it
+up. No lag mends that, so it is no reason for a smaller one. Their ratio is measured wherever one is trained: a run's
+first batch is one, and all are once the lag has been 0 for a while.
 
 A change shows only when the groups that were admitted under it are trained, up to lag + 1 steps later: so many steps
-pass between two changes. With lag = 0 a run is on-policy and its ratio is 1, so it always comes back.
+pass between two changes. With lag = 0 a run is on-policy and so is what it is compared with: it always comes back.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ from typing import Any
 
 #: Weight of the newest step in the average of ESS ratios.
 _NEWEST = 0.5
-#: The lag grows only when the average is this far above the target, lest it go up and down around it.
+#: The lag grows only when the average is this far above the target, lest it go up and down around it; half of the way
+#: from the target to 1 where that is less, since the average of an on-policy run moves around 1.
 _MARGIN = 1.1
 
 
@@ -129,8 +134,8 @@ class StalenessBound:
 
 
 class Pacer:
-    """Adaptive staleness. ``lag``: versions of lag that may be admitted now, 0 to ``max_lag``. ``target``: ESS ratio to
-    keep, in (0, 1)."""
+    """Adaptive staleness. ``lag``: versions of lag that may be admitted now, 0 to ``max_lag``. ``target``: the share of
+    the on-policy ESS ratio to keep, in (0, 1)."""
 
     def __init__(self, max_lag: int, target: float) -> None:
         if max_lag < 0 or not 0 < target < 1:
@@ -138,19 +143,23 @@ class Pacer:
         self._max_lag = max_lag
         self._target = target
         self.lag = max_lag
-        self._average: float | None = None
+        self._on_policy: float | None = None  # average of on-policy ratios; 1 is assumed until one was measured
+        self._average: float | None = None  # of ratios relative to it
         self._until_change = 0
 
-    def observe(self, ess_ratio: float) -> None:
-        """The ESS ratio of the step that was just taken; a ratio that is not finite counts as 0."""
+    def observe(self, ess_ratio: float, *, on_policy: bool) -> None:
+        """The ESS ratio of the step that was just taken; a ratio that is not finite counts as 0. ``on_policy``: the
+        version before the step sampled every token of its batch."""
         ratio = ess_ratio if math.isfinite(ess_ratio) else 0.0
-        self._average = ratio if self._average is None else (1 - _NEWEST) * self._average + _NEWEST * ratio
+        if on_policy and ratio > 0:
+            self._on_policy = _averaged(self._on_policy, ratio)
+        self._average = _averaged(self._average, min(1.0, ratio / (self._on_policy or 1.0)))
         self._until_change -= 1
         if self._until_change > 0:
             return
         if self._average < self._target:
             self._change(self.lag // 2)
-        elif self._average >= min(1.0, _MARGIN * self._target):
+        elif self._average >= min(_MARGIN * self._target, (1 + self._target) / 2):
             self._change(min(self.lag + 1, self._max_lag))
 
     def _change(self, lag: int) -> None:
@@ -160,9 +169,19 @@ class Pacer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"lag": self.lag, "average": self._average, "until_change": self._until_change}
+        return {
+            "lag": self.lag,
+            "on_policy": self._on_policy,
+            "average": self._average,
+            "until_change": self._until_change,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``; a lag above ``max_lag``, which may have been lowered since, is cut to it."""
         self.lag = min(int(state["lag"]), self._max_lag)
-        self._average, self._until_change = state["average"], int(state["until_change"])
+        self._on_policy, self._average = state["on_policy"], state["average"]
+        self._until_change = int(state["until_change"])
+
+
+def _averaged(average: float | None, newest: float) -> float:
+    return newest if average is None else (1 - _NEWEST) * average + _NEWEST * newest

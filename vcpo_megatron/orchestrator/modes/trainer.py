@@ -96,7 +96,8 @@ class Trainer:
         self._last_step_s = time.monotonic() - started
         await self._ledger.train(batch, result)
         if self.pacer is not None:
-            self.pacer.observe(result.metrics.get("ess/ratio", math.nan))
+            on_policy = all(group.oldest_version == batch.step for group in batch.groups)
+            self.pacer.observe(result.metrics.get("ess/ratio", math.nan), on_policy=on_policy)
         if warning := self._mismatch.observe(batch.step, result.metrics):
             print(f"{WARNING_PREFIX}{warning}", flush=True)
         if result.skipped:

@@ -1,0 +1,111 @@
+"""Coefficients of tokens for every method preset: finite whatever a token's ratio is, and an anchor without weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vcpo_megatron.config.methods import METHODS
+from vcpo_megatron.config.schema import AlgorithmConfig
+from vcpo_megatron.learner.batch.packing import Pack, Sample, Share, make_pack
+from vcpo_megatron.learner.step.batch_state import BatchState
+from vcpo_megatron.learner.step.objective import Objective
+
+from ..batch.test_packing import trajectory
+
+FP32 = torch.finfo(torch.float32).max
+#: One group: advantages above 0, of 0 and below 0.
+REWARDS = (1.0, 0.5, 0.0)
+
+
+def scene(
+    algorithm: dict[str, Any], logs: list[list[float]], rewards: tuple[float, ...] = REWARDS, previous_ess: float = 1.0
+) -> tuple[Objective, BatchState, Pack, torch.Tensor]:
+    """A group of one trajectory for each list of token log ratios, as it is when its coefficients are asked for."""
+    samples = []
+    for i, (tokens, reward) in enumerate(zip(logs, rewards, strict=True)):
+        one = trajectory(list(range(len(tokens) + 1)), 1, sample=i)
+        behavior = np.array([0.0, *(-1.0 for _ in tokens)], np.float32)
+        samples.append(Sample(i, 0, replace(one, reward=reward, behavior_logprobs=behavior)))
+    config = AlgorithmConfig.model_validate({"baseline": "group_mean", **algorithm})
+    pack, flat = make_pack(samples, Share(), torch.device("cpu")), [log for one in logs for log in one]
+    objective, state = Objective(config), BatchState.of([samples], config, 16, previous_ess)
+    ratios = torch.tensor(flat, dtype=torch.float64)
+    state.log_ratio = torch.tensor([math.fsum(one) for one in logs], dtype=torch.float64)
+    if objective.needs_statistic(state):
+        state.statistic = objective.statistic(state, ratios)
+    return objective, state, pack, (ratios - 1.0).float()
+
+
+#: Keys beside the preset's own.
+GIVEN: tuple[dict[str, Any], ...] = ({}, {"is_threshold": math.inf}, {"ratio_high": math.inf}, {"baseline": "zero"})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_token_far_away_costs_its_own_coefficient_only(method: str) -> None:
+    for given in GIVEN:
+        for far in (30.0, 100.0, 710.0, 1e4):
+            _check_far_away(method, given, far)
+
+
+def _check_far_away(method: str, given: dict[str, Any], far: float) -> None:
+    """Log ratios of +far and -far meet advantages above, of and below 0: no coefficient is infinite in fp32, or nan.
+
+    The two cancel in the ratio of the whole answer, so that a sequence's weight is 1.
+    """
+    objective, state, pack, policy = scene({"method": method, **given}, [[0.0, far, -far]] * 3)
+    found = objective.token_coefficients(state, pack, policy)
+    assert found.dtype is torch.float32 and bool(found.isfinite().all())
+    assert float(found.abs().max()) < math.sqrt(FP32)  # and its square, in a norm
+    advantage = objective.advantages(state, pack.index)
+    if not METHODS[method].whole_batch:
+        assert found.view(3, 3)[advantage == 0.0].eq(0.0).all()
+    # a token at a ratio of 1 is what it was, wherever its neighbours are, but where a method looks at all of them
+    if not METHODS[method].statistic and method != "mu_grpo":
+        near = objective.token_coefficients(*scene({"method": method, **given}, [[0.0, 0.0, 0.0]] * 3)[1:])
+        assert found.view(3, 3)[:, 0].tolist() == near.view(3, 3)[:, 0].tolist()
+
+
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_an_advantage_of_0_is_0_under_a_weight_without_bound(level: str) -> None:
+    keys = {"method": "tis_sequence", "is_level": level, "is_threshold": math.inf}
+    objective, state, pack, policy = scene(keys, [[800.0], [800.0], [-800.0]])
+    assert objective.trajectory_coefficients(state, [1]).tolist() == [0.0]
+    assert objective.token_coefficients(state, pack, policy)[1:].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("method", ["tis_token", "icepop", "tis_sequence", "mis", "reinforce", "grpo", "cispo", "gspo"])
+def test_no_weight_multiplies_the_anchor(method: str) -> None:
+    """Log ratio -6: the policy has left the token, whose weight is exp(-6) or 0; the anchor pulls all the same."""
+    logs = [[-6.0, 0.1], [-6.0, 0.1], [5.0, -6.0]]
+    keys = {"method": method, "behavior_anchor": 0.5}
+    without, state, pack, policy = scene({"method": method}, logs)
+    anchored, other, _, _ = scene(keys, logs, previous_ess=0.2)
+    assert other.anchor == pytest.approx(0.4)
+    policy = policy.double()
+    pull = anchored.token_coefficients(other, pack, policy) - without.token_coefficients(state, pack, policy)
+    assert pull.tolist() == pytest.approx([0.4] * 6)
+    # nothing pulls in a zero-variance group
+    flat, state, pack, policy = scene(keys, logs, (1.0, 1.0, 1.0), previous_ess=0.2)
+    assert flat.token_coefficients(state, pack, policy).tolist() == [0.0] * 6
+
+
+def test_where_the_anchor_is_a_term_of_its_own() -> None:
+    """One coefficient a trajectory multiplies gradients that hold the tokens' weights: the anchor is not in it."""
+    logs = [[-1.0], [0.5], [0.0]]
+    for level, own in (("token", True), ("sequence", False), ("none", False)):
+        objective, state, pack, policy = scene(
+            {"method": "tis_token", "is_level": level, "behavior_anchor": 0.5}, logs, previous_ess=0.5
+        )
+        assert objective.has_token_anchor(state) is own
+        plain = objective.sequence_weights(state.log_ratio) * objective.advantages(state, pack.index)
+        rest = objective.trajectory_coefficients(state, pack.index) - plain
+        assert rest.tolist() == pytest.approx([0.0 if own else 0.25] * 3)
+        assert objective.token_anchor(state, pack, policy).tolist() == [0.25] * 3
+    on_policy = scene({"method": "tis_token", "behavior_anchor": 0.5}, logs)
+    assert not on_policy[0].has_token_anchor(on_policy[1])  # and no pass for it
