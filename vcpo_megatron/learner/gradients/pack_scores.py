@@ -20,7 +20,8 @@ from ..batch.packing import Pack
 from ..megatron.parallel import Parallel
 from .weight_gradients import Accumulator, NormsOnly, WeightGradients
 
-FP32_TINY = torch.finfo(torch.float32).tiny
+#: q_i below which r_i W_i is not made of q_i W_i: the anchor's share of r_i would pass through fp32's denormals.
+SMALLEST_SHARED = 1e-20
 
 
 class TokenRows:
@@ -137,14 +138,14 @@ class Coefficients:
 
     @cached_property
     def by_ratio(self) -> dict[float, list[int]] | None:
-        """Trajectories by r_i / q_i, without those of r_i = q_i = 0; None where some r_i has no q_i in fp32.
+        """Trajectories by r_i / q_i, without those of r_i = q_i = 0; None where some r_i has no q_i to speak of.
 
         Trajectories of one reward share the ratio (without an anchor it is (R_i - m_g) / std_g, to rounding), and
         so one sum of q_i W_i serves both the gradient and S_g.
         """
         classes: dict[float, list[int]] = {}
         for i, (r, q) in enumerate(zip(self.gradient.tolist(), self.sums.tolist(), strict=True)):
-            if abs(q) < FP32_TINY and r != 0.0:
+            if abs(q) < SMALLEST_SHARED and r != 0.0:
                 return None
             if q != 0.0:
                 classes.setdefault(round(r / q, 12), []).append(i)
