@@ -108,7 +108,7 @@ def build_model(size: Size, seed: int) -> Qwen2ForCausalLM:
         initializer_range=0.05,
         bos_token_id=None,
         eos_token_id=EOS,
-        pad_token_id=EOS,
+        pad_token_id=None,  # the embedding of one would be a row of zeros, which no training changes
         dtype="float32",
     )
     return Qwen2ForCausalLM(config).float().eval()

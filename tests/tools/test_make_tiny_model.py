@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -76,6 +77,17 @@ def test_dimensions_are_arguments(tool, tmp_path):
     config = json.loads((tmp_path / "deep" / "config.json").read_text())
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     assert [config[name] for name in names] == [4, 32, 40, 8, 4]
+
+
+@pytest.mark.parametrize("arguments", [["--layers", "1"], ["--hidden", "32", "--heads", "2"], None])
+def test_every_token_has_an_embedding(tool, tmp_path, arguments):
+    """The end of an answer, too, although it fills what is padded: None is the model that ships."""
+    folder = tmp_path / "model" if arguments else EXAMPLE / "model"
+    if arguments:
+        assert tool.main(["--out", str(folder), "--steps", "0", *arguments]) == 0
+    weight = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    assert len(weight) == 12 and weight.norm(dim=1).min() > 0.2
+    assert AutoTokenizer.from_pretrained(folder).pad_token == "<eos>"
 
 
 def test_heldout_prompts_are_written_once_and_then_read(tool, tmp_path, capsys):

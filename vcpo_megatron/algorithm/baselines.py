@@ -100,7 +100,7 @@ def leave_one_out(rewards: Tensor) -> TrajectoryBaselines:
 def before_norms(name: str, rewards: Tensor) -> Tensor:
     """b of each trajectory of a group as far as rewards give it: float64 [n].
 
-    That is the baseline itself, or, for the two OPOB ones, the mean on which they are accumulated.
+    That is the baseline itself; for the two OPOB ones, which norms will give, the mean.
     """
     if name == "leave_one_out":
         return leave_one_out(rewards).values

@@ -119,6 +119,14 @@ METRICS: Mapping[str, Metric] = {
         "learning rate used: schedule times ess/lr_scale",
         healthy="follows the schedule",
     ),
+    "weight/mean": Metric(
+        "mean of the truncated importance weights: of trajectories where is_level is sequence, else of sampled tokens",
+        healthy="near 1, its expectation; less where `algorithm.is_threshold` truncates",
+        otherwise=(
+            "below 0.1, of which the log warns: the policy has left its data, or learner and servers disagree (see "
+            "`mismatch/mean`); below 1e-6 the step is skipped"
+        ),
+    ),
     "weight/max": Metric(
         "largest truncated importance weight",
         reducer="max",
@@ -128,7 +136,10 @@ METRICS: Mapping[str, Metric] = {
     "grad_norm/total": Metric(
         "norm of the whole gradient before clipping",
         healthy="mostly below `optimizer.clip_grad`",
-        otherwise="always above it: every step is clipped; lower `optimizer.lr`, or raise `optimizer.clip_grad`",
+        otherwise=(
+            "always above it: every step is clipped; lower `optimizer.lr`, or raise `optimizer.clip_grad`; above 1e19 "
+            "the step is skipped"
+        ),
     ),
     "grad_norm/trajectory_mean": Metric(
         "norm of a trajectory's unweighted score gradient |g_i|",
@@ -336,7 +347,7 @@ METRICS: Mapping[str, Metric] = {
         otherwise="far above it, versions wait to be taken over: `time/sync` is too long, see weight_sync.md",
     ),
     "step/skipped": Metric(
-        "1 when parameters were left unchanged (non-finite step), else 0",
+        "1 when parameters were left unchanged (non-finite step, vanishing weights), else 0",
         healthy="0",
         otherwise=(
             "once in a while: harmless; 10 in a row end the run: lower `optimizer.lr`, look at "

@@ -201,7 +201,7 @@ class TrajectoryResult:
 class StepResult:
     """Outcome of one optimizer step. ``version`` is the policy it made, number = step + 1.
 
-    ``skipped`` is "" or the reason ("non-finite step") for which parameters were left unchanged.
+    ``skipped`` is "" or the reason ("non-finite step", "vanishing weights") for which parameters were left unchanged.
     ``metrics`` holds the learner's share of the names that ``metrics.jsonl`` documents.
     """
 

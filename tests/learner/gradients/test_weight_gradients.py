@@ -133,6 +133,25 @@ def test_a_sum_that_vanishes_in_fp32_carries_nothing_else() -> None:
     assert Coefficients(torch.zeros_like(small), small).by_ratio == {0.0: [0, 1, 2, 3]}
 
 
+@pytest.mark.parametrize("log_ratio", [-46.0, -80.0, -87.0])
+def test_an_anchor_does_not_pass_through_a_vanishing_weight(log_ratio: float) -> None:
+    """Two answers, each of them sampled twice: equal r / q, so that one product of q could serve both sums. At W near
+    1e-7 what is left of exp(-87) W in fp32 is a few bits."""
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(4, 8))
+    parameter.main_grad = torch.zeros(4, 8)
+    scores, tokens = scores_of((2, 2, 2, 2))
+    q = torch.tensor([0.0, 0.0, 0.1, 0.1]).double().add(log_ratio).exp()
+    r = q * torch.tensor([1.0, 1.0, -1.0, -1.0]).double() + 0.25
+    scores.coefficients = Coefficients(r, q)
+    scores.accumulator = Accumulator.zeros({"w": parameter}, torch.float32)
+    inputs, grads = torch.randn(8, 8), 1e-7 * torch.randn(8, 4)
+    Accumulate().matrix(scores, tokens, "w", parameter, inputs, grads)
+    parts = [grads[i : i + 2].double().t() @ inputs[i : i + 2].double() for i in range(0, 8, 2)]
+    expected = sum(float(own) * w for own, w in zip(r, parts, strict=True))
+    torch.testing.assert_close(parameter.main_grad.double(), expected, rtol=1e-5, atol=1e-13)
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(1e39, float("inf")), (-1e39, float("-inf")), (3.4e38, 3.4e38), (-0.5, -0.5), (float("inf"), float("inf"))],

@@ -46,6 +46,23 @@ def test_rates(keys: dict[str, Any], expected: list[float]) -> None:
     assert found == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([3e-25, 4e-25], 25e-50),  # whose squares are 0 in fp32
+        ([3e25, 4e25, 1.0], 25e50),  # infinite in fp32
+        ([], 0.0),
+        ([1.0] * 1001, 1001.0),
+    ],
+)
+def test_squares_of_any_size_are_summed(values: list[float], expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vcpo_megatron.learner.megatron import training
+
+    monkeypatch.setattr(training, "_NORM_BLOCK", 100)
+    tensors = [torch.tensor(values), torch.zeros(0), torch.zeros(2, 3)]
+    assert float(training.squared_sum(tensors)) == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), None])
 def test_one_gradient_that_is_not_finite_is_found(bad: float | None) -> None:
     from vcpo_megatron.learner.megatron.training import Trainable

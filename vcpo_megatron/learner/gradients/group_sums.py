@@ -1,7 +1,8 @@
 """When the baseline is known: groups in flight, their norms, and how each mode finishes their gradient.
 
 ``accumulate``: the gradient of group g is accumulated centred, sum_i (R_i - m_g)/std_g s_i; once |s_i| is known over
-all shards, (b_g - m_g)/std_g S_g with S_g = sum_i s_i is taken off. Squared norms are summed over the
+all shards, (b_g - m_g)/std_g S_g with S_g = sum_i s_i is taken off. m_g may move between two packs of the group: the
+sums so far move with it, by the S_g so far (``recentre``). Squared norms are summed over the
 replica's ranks without anybody waiting inside the schedule: a stage starts the reduction when its last
 backward of the group is done and goes on with the next group, whose S it keeps in another accumulator.
 
@@ -228,6 +229,12 @@ class OpobSums(_Bounded):
         self._free += [group.accumulator for group in unfinished]  # of a step that was aborted
         self._error = (0.0, 0.0)
         super().start_step(packs, found)
+
+    def recentre(self, group: int, factor: float) -> None:
+        """Add ``factor`` times the group's S_g so far to the gradient, between two backwards; 0 before the first."""
+        if group in self._open:
+            sums = self._open[group].accumulator
+            self._correct(sums, fp32_scalar(factor), list(sums))
 
     def finish_step(self, buckets: Sequence[Bucket]) -> None:
         """The last correction goes bucket by bucket: the reduction of each starts as soon as it is final."""

@@ -21,9 +21,10 @@ from ..batch.packing import Pack
 from ..megatron.parallel import Parallel
 from .weight_gradients import Accumulator, NormsOnly, WeightGradients
 
-FP32_TINY = torch.finfo(torch.float32).tiny
 #: Ratios r_i / q_i that differ by no more than this share of themselves are those of one reward.
 SAME_RATIO = 1e-12
+#: q_i below which r_i W_i is not made of q_i W_i: the anchor's share of r_i would pass through fp32's denormals.
+SMALLEST_SHARED = 1e-20
 
 
 class TokenRows:
@@ -140,7 +141,7 @@ class Coefficients:
 
     @cached_property
     def by_ratio(self) -> dict[float, list[int]] | None:
-        """Trajectories by r_i / q_i, without those of r_i = q_i = 0; None where some r_i has no q_i in fp32.
+        """Trajectories by r_i / q_i, without those of r_i = q_i = 0; None where some r_i has no q_i to speak of.
 
         Trajectories of one reward share the ratio (without an anchor it is (R_i - m_g) / std_g, to rounding), and
         so one sum of q_i W_i serves both the gradient and S_g. A class's ratio is that of one of its trajectories,
@@ -148,7 +149,7 @@ class Coefficients:
         """
         ratios: dict[int, float] = {}
         for i, (r, q) in enumerate(zip(self.gradient.tolist(), self.sums.tolist(), strict=True)):
-            if abs(q) < FP32_TINY and r != 0.0:
+            if abs(q) < SMALLEST_SHARED and r != 0.0:
                 return None
             if q != 0.0:
                 ratios[i] = r / q

@@ -6,9 +6,12 @@ per-trajectory gradients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
@@ -17,12 +20,14 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
+from ...config.process import WARNING_PREFIX
 from ...config.schema import RunConfig
 from ...conversion.dtypes import torch_dtype
 from ...conversion.families.registry import Family, ModelShape, open_model
 from ...conversion.hf import HFFolder
 from ...conversion.shards import load_shard, unconsumed
 from ...models.experts import Experts
+from ...models.tokenizer import TokenizerError, load_tokenizer
 from . import platform
 from .latent import latent_options
 from .layer_specs import block_spec, engine_options
@@ -176,6 +181,7 @@ def build_model(config: RunConfig, parallel: Parallel, *, load: bool) -> tuple[l
                 print(f"{folder.path}: {name} is not loaded: {reason}", flush=True)
         for chunk in chunks:
             _load_weights(chunk, folder, family, shape, parallel, padded_vocabulary(config, shape))
+        _warn_of_zero_embeddings(chunks, folder, shape, parallel)
     return chunks, family, shape
 
 
@@ -261,3 +267,41 @@ def _load_weights(
         missing.discard(name)
     if missing:
         raise ValueError(f"{folder.path}: no weights for {', '.join(sorted(missing))}")
+
+
+def _warn_of_zero_embeddings(
+    chunks: Sequence[GPTModel], folder: HFFolder, shape: ModelShape, parallel: Parallel
+) -> None:
+    """Name the tokens whose embedding is a row of zeros; collective.
+
+    A norm divides such a row by the root of its epsilon, so that a trajectory which holds the token has a gradient of
+    many times the others' norm. transformers makes one of every ``pad_token_id``, which often ends answers, too.
+    """
+    tokens: list[int] = []
+    for chunk in chunks:
+        if chunk.pre_process:
+            embedding = chunk.embedding.word_embeddings
+            tokens += (embedding.vocab_start_index + (~embedding.weight.any(dim=1)).nonzero()[:, 0]).tolist()
+    everywhere: list[list[int]] = [[] for _ in range(parallel.world_size)]
+    dist.all_gather_object(everywhere, tokens, group=parallel.command_group)
+    rows = sorted({token for some in everywhere for token in some if token < shape.vocab_size})
+    if parallel.rank == 0 and (names := _known_tokens(folder.path, rows)):
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        print(
+            f"{WARNING_PREFIX}{folder.path}: the embedding of {', '.join(names[:3])}{more} is a row of zeros: an "
+            "answer that goes on after such a token has a far larger gradient than the others, and sets its group's "
+            "baseline; give the row small random values if the token can be sampled",
+            flush=True,
+        )
+
+
+def _known_tokens(folder: Path, tokens: Sequence[int]) -> list[str]:
+    """Those of ``tokens`` that the tokenizer of ``folder`` has, with their text; all of them where there is none."""
+    if not tokens:
+        return []
+    try:
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
+    except TokenizerError:
+        return [f"token {token}" for token in tokens]
+    texts = {token: tokenizer.id_to_token(token) for token in tokens}
+    return [f"token {token} ({text!r})" for token, text in texts.items() if text is not None]

@@ -19,6 +19,7 @@ Ranks that work on the same trajectories, or on the same experts at the same tim
 from __future__ import annotations
 
 import datetime
+import math
 from dataclasses import dataclass
 
 import torch
@@ -189,6 +190,13 @@ def agree_sum(table: torch.Tensor, parallel: Parallel) -> torch.Tensor:
     """Sum a CPU tensor over all ranks, in place; every rank then holds the same bits."""
     dist.all_reduce(table, group=parallel.command_group)
     return table
+
+
+def agree_largest(value: float, parallel: Parallel) -> float:
+    """The largest ``value`` of all ranks; infinite where any rank's is nan."""
+    largest = torch.tensor(math.inf if math.isnan(value) else value, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel.command_group)
+    return float(largest)
 
 
 def agree_equal(value: float, name: str, parallel: Parallel) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -16,8 +18,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from ...config.schema import RunConfig
 from ...conversion.dtypes import torch_dtype
 from ...conversion.families.registry import Family, ModelShape
+from . import platform
 from .model import build_model
-from .parallel import Parallel
+from .parallel import Parallel, agree_largest
+
+#: Elements of a gradient whose squares are summed up in float64 at once, which takes a copy of them.
+_NORM_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -57,18 +63,41 @@ class Trainable:
         extremes = [torch.aminmax(buffer.grad_data) for buffer in buffers if buffer.grad_data.numel()]
         return all(bool(bound.isfinite()) for pair in extremes for bound in pair)
 
+    def gradient_norm(self, parallel: Parallel) -> float:
+        """Norm of the whole reduced gradient, before clipping, the same on all ranks; collective. inf where it is nan.
+
+        In float64: Megatron's own, in fp32, is inf from 1.8e19 on, where it clips everything to 0, and 0 below 1e-22.
+        """
+        self.optimizer.prepare_grads()
+        squares: dict[dist.ProcessGroup, torch.Tensor] = {}
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            own = squared_sum(optimizer.get_main_grads_for_grad_norm())
+            group = optimizer.get_grad_stats_parallel_group()
+            squares[group] = squares[group] + own if group in squares else own
+        for group, total in squares.items():
+            dist.all_reduce(total, group=group)
+        return agree_largest(math.sqrt(sum(float(total) for total in squares.values())), parallel)
+
     def scheduled_learning_rate(self) -> float:
         """Learning rate of the step that is about to be taken, before ESS scales it."""
         (rate,) = {self.schedule.get_lr(group) for group in self.optimizer.param_groups}
         return rate
 
-    def optimizer_step(self, learning_rate: float) -> float:
-        """Step by ``learning_rate`` (decoupled weight decay follows it); returns the norm before clipping."""
+    def optimizer_step(self, learning_rate: float) -> None:
+        """Clip, and step by ``learning_rate`` (decoupled weight decay follows it)."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        _, norm, _ = self.optimizer.step()
+        self.optimizer.step()
         self.schedule.num_steps += 1
-        return math.nan if norm is None else float(norm)
+
+
+def squared_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum of all squares, float64 scalar, on the device."""
+    total = torch.zeros((), dtype=torch.float64, device=platform.device())
+    for tensor in tensors:
+        for block in tensor.reshape(-1).split(_NORM_BLOCK):
+            total += block.double().square_().sum()
+    return total
 
 
 def build_trainable(config: RunConfig, parallel: Parallel, *, load: bool) -> Trainable:
@@ -96,7 +125,7 @@ def _optimizer_config(config: RunConfig) -> OptimizerConfig:
         adam_beta1=chosen.betas[0],
         adam_beta2=chosen.betas[1],
         adam_eps=chosen.eps,
-        clip_grad=chosen.clip_grad or math.inf,  # with 0 Megatron would not even find the norm
+        clip_grad=chosen.clip_grad,
         bf16=dtype is torch.bfloat16,
         use_distributed_optimizer=chosen.distributed,
         params_dtype=dtype,

@@ -4,7 +4,7 @@
     proxy       plain, with |g_i| estimated from logits in a forward: not exact
     two_pass    one backward for |g_i|, then plain with the b_g found
     accumulate  one backward: sum_i (R_i - m_g)/std_g s_i and S_g = sum_i s_i; (b_g - m_g)/std_g S_g is taken off once
-                |g_i| and so b_g are known
+                |g_i| and so b_g are known; m_g is the reward of the trajectory with the largest l_i so far
     deferred    one backward: what weight gradients are made of is kept until b_g is known
 
 The last three are exact: |g_i| is the norm of the unweighted score gradient, summed over all shards of the model.
@@ -12,6 +12,7 @@ The last three are exact: |g_i| is the norm of the unweighted score gradient, su
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -99,7 +100,7 @@ class _ExactMode(ABC):
         self.max_pack_tokens = pack_tokens(attached.per_sample, passes.config, passes.parallel)
         self._passes = passes
         self._groups = self._make_groups(attached.parameters)
-        self._backward = ExactBackward(passes, switch, self._groups)
+        self._backward = ExactBackward(passes, switch, self._groups, self._starts)
 
     @property
     def accumulators(self) -> int:
@@ -112,6 +113,10 @@ class _ExactMode(ABC):
     @abstractmethod
     def _make_groups(self, parameters: Mapping[str, Parameter]) -> GroupNorms:
         """What the mode keeps of groups in flight."""
+
+    def _starts(self, state: BatchState, pack: Pack) -> None:
+        """A backward of ``pack`` starts, whose l_i are known; most modes need nothing of them before |g_i|."""
+        return
 
     def _set_baselines(self, state: BatchState, group: int, index: Sequence[int], norms: Tensor) -> Tensor:
         """b_i of a group whose exact |g_i| are known: called alike on all ranks of the replica."""
@@ -151,9 +156,40 @@ class _OneBackwardMode(_ExactMode):
 
 
 class AccumulateMode(_OneBackwardMode):
-    """The gradient is summed up centred at m_g, and S_g beside it."""
+    """The gradient is summed up centred at m_g, and S_g beside it.
 
-    def _make_groups(self, parameters: Mapping[str, Parameter]) -> GroupNorms:
+    Where one trajectory outweighs its group, b_g comes close to its reward: (R - m) w g and (b - m) w g of it would
+    cancel in fp32, and with them what the others say. So m_g is the reward of the trajectory with the largest l so far,
+    which stands in ``state.baseline`` until b_g is known. When a larger one arrives the sums so far, which are small
+    beside it, move to the new centre. Every rank follows its own order of packs: whatever its m_g, what is taken off in
+    the end is counted from it.
+    """
+
+    _groups: OpobSums
+
+    def __init__(self, passes: Passes) -> None:
+        super().__init__(passes)
+        self._largest: dict[int, float] = {}  # l of the centre of every group of the step at hand
+
+    def add_gradient(self, state: BatchState, plan: StepPlan, buckets: Sequence[Bucket]) -> None:
+        self._largest.clear()
+        super().add_gradient(state, plan, buckets)
+
+    def _starts(self, state: BatchState, pack: Pack) -> None:
+        """Move m_g to the pack's trajectory with the largest l, where that is larger than before."""
+        log_ratios = state.log_ratio[pack.step_index].tolist()
+        largest = max(log_ratios, default=-math.inf)
+        if largest <= self._largest.get(pack.group, -math.inf):
+            return
+        self._largest[pack.group] = largest
+        members = state.members(pack.group)
+        before = float(state.baseline[members[0]])
+        after = float(state.rewards[pack.step_index[log_ratios.index(largest)]])
+        if after != before:
+            state.baseline[members] = after
+            self._groups.recentre(pack.group, (before - after) * state.scales[pack.group].inverse_std)
+
+    def _make_groups(self, parameters: Mapping[str, Parameter]) -> OpobSums:
         passes, algorithm = self._passes, self._passes.config.algorithm
         dtype, chunks = getattr(torch, algorithm.opob_accumulator_dtype), len(passes.trainable.chunks)
         return OpobSums(parameters, chunks, passes.parallel, algorithm.opob_accumulators, dtype)
@@ -163,9 +199,9 @@ class AccumulateMode(_OneBackwardMode):
 
         The sums hold -s_i (a loss is minimised): adding -(b - m)/std of them takes (b - m)/std s_i off G.
         """
+        centre = state.baseline[index[0]].clone()
         self._set_baselines(state, group, index, norms)
-        scale = state.scales[group]
-        return -(state.baseline[index[0]] - scale.mean) * scale.inverse_std
+        return -(state.baseline[index[0]] - centre) * state.scales[group].inverse_std
 
 
 class DeferredMode(_OneBackwardMode):

@@ -26,6 +26,7 @@ _AGREED = (
     "log_ratio",
     "logprob_sum",
     "entropy_sum",
+    "weight_sum",
     "has_norm",
     "grad_norm",
     "baseline",
@@ -76,11 +77,13 @@ class BatchState:
     log_ratio           l_i = sum over sampled tokens of (log pi_theta - log mu)
     logprob_sum         sum of v_t log pi_t over sampled tokens, v as of ``Objective.reported``
     entropy_sum         sum over sampled tokens
+    weight_sum          sum over sampled tokens of ``Objective.token_ratios``; 0 where weights are by sequence
     kl_sum              sum over sampled tokens of the estimates of KL to the reference
     mismatch_sum, mismatch_max, mismatch_tokens  of |log pi - log mu| over sampled tokens of the current version
     has_norm            bool: the exact |g_i| is known
     grad_norm           |g_i|, nan where it is not known
-    baseline            b_i as far as it is known: from rewards at first, from norms once they are found
+    baseline            b_i as far as it is known: from rewards at first, from norms once they are found; where sums are
+                        accumulated m_g between the two
     fell_back           bool: norms gave no baseline for the sample's group, or for one of it, and a mean was taken
     ranks               what ranks found as a whole
 
@@ -105,6 +108,7 @@ class BatchState:
     log_ratio: Tensor = field(init=False)
     logprob_sum: Tensor = field(init=False)
     entropy_sum: Tensor = field(init=False)
+    weight_sum: Tensor = field(init=False)
     kl_sum: Tensor = field(init=False)
     mismatch_sum: Tensor = field(init=False)
     mismatch_max: Tensor = field(init=False)
@@ -120,7 +124,7 @@ class BatchState:
 
     def __post_init__(self) -> None:
         n = len(self.rewards)
-        for name in ("log_ratio", "logprob_sum", "entropy_sum", "kl_sum"):
+        for name in ("log_ratio", "logprob_sum", "entropy_sum", "weight_sum", "kl_sum"):
             setattr(self, name, torch.zeros(n, dtype=torch.float64))
         for name in ("mismatch_sum", "mismatch_max", "mismatch_tokens"):
             setattr(self, name, torch.zeros(n, dtype=torch.float64))

@@ -49,6 +49,22 @@ class Objective:
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
         return importance.bounded_exp(self._log_weights(ratios)).to(policy.dtype)
 
+    def mean_weight(self, state: BatchState) -> float:
+        """Mean of the batch's truncated weights: of trajectories, or of tokens where weights or ratios are theirs.
+
+        Its expectation is 1, less what truncation takes; 1 for a method that corrects nothing.
+        """
+        if self.method.is_level == "sequence":
+            return float(self.sequence_weights(state.log_ratio).mean())
+        return float(state.weight_sum.sum() / state.sampled_tokens.sum()) if self.method.corrected else 1.0
+
+    def token_ratios(self, pack: Pack, policy: Tensor) -> Tensor:
+        """What ``mean_weight`` is the mean of: v_t, or the truncated ratio of a surrogate, [T]."""
+        if self.method.linear:
+            return self.token_weights(pack, policy)
+        ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
+        return importance.truncated_weights(ratios, self._bounds.threshold)
+
     # --- gradients ------------------------------------------------------------------------------
 
     def advantages(self, state: BatchState, index: Sequence[int]) -> Tensor:

@@ -51,6 +51,8 @@ class PackTerms:
         state.owners[index] = 1
         state.log_ratio[index] = self.sums(pack, ratios)
         state.entropy_sum[index] = self.sums(pack, entropy.detach())
+        if objective.method.is_level != "sequence":
+            state.weight_sum[index] = self.sums(pack, objective.token_ratios(pack, policy))
         self._record_mismatch(state, pack, ratios)
         if self.observer is not None:
             self.observer(state, pack, logits, policy)

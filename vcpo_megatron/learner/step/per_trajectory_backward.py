@@ -6,7 +6,7 @@ so each chunk knows w_i when its backward starts, and its norms never see it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -21,15 +21,18 @@ from .passes import Passes
 
 #: A message of l_i from the last stage, and the tensor that receives it.
 Arriving = tuple[dist.Work | None, torch.Tensor]
+#: Called with (state, pack) on every rank when a backward of the pack starts: its l_i are known.
+Starts = Callable[[BatchState, Pack], None]
 
 
 class ExactBackward:
-    """``groups`` follows every pack's backward; attached layers read ``switch``."""
+    """``groups`` follows every pack's backward, after ``starts``; attached layers read ``switch``."""
 
-    def __init__(self, passes: Passes, switch: ScoreSwitch, groups: GroupNorms) -> None:
+    def __init__(self, passes: Passes, switch: ScoreSwitch, groups: GroupNorms, starts: Starts) -> None:
         self._passes = passes
         self._switch = switch
         self._groups = groups
+        self._starts = starts
 
     def run(self, state: BatchState, packs: Sequence[Pack], found: Found, buckets: Sequence[Bucket]) -> None:
         """``found`` is called with the |g_i| of each group; the reduction of ``buckets`` starts in the end."""
@@ -77,6 +80,7 @@ class ExactBackward:
                 assert work is not None
                 work.wait()
                 state.log_ratio[index] = message.cpu()
+            self._starts(state, scores.pack)
             gradient = objective.trajectory_coefficients(state, index)
             scores.coefficients = Coefficients(gradient, objective.sequence_weights(state.log_ratio[index]))
             self._groups.begin(scores)

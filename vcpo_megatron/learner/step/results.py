@@ -16,7 +16,8 @@ class StepOutcome:
     """What became of a step.
 
     ess_scale      factor on the learning rate
-    learning_rate  the one in effect; total_norm  the gradient's norm before clipping; nan where the step was skipped
+    learning_rate  the one in effect, nan where the step was skipped
+    total_norm     the gradient's norm before clipping, nan where the step was skipped before it was asked for
     skipped        "" or the reason
     seconds        from the plan to the end of the last backward
     """

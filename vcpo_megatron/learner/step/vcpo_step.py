@@ -35,6 +35,13 @@ from .plan import StepPlan
 from .results import StepOutcome, step_metrics, trajectory_results
 from .step_size import EssState, batch_ess_ratio
 
+#: Why a step is skipped.
+NON_FINITE, VANISHING = "non-finite step", "vanishing weights"
+#: Largest norm of a gradient: its square, and so Adam's second moment, has to fit fp32 (3.4e38).
+LARGEST_NORM = 1e19
+#: Mean importance weight below which a batch says nothing of the policy.
+SMALLEST_MEAN_WEIGHT = 1e-6
+
 
 class VcpoStep:
     """The learner's step. Built once, before a checkpoint is loaded; ``run`` is called by all ranks with one batch.
@@ -65,8 +72,9 @@ class VcpoStep:
     def run(self, batch: Batch, version: PolicyVersion) -> StepResult | None:
         """Take one step on ``batch``; ``version`` names the policy that it makes.
 
-        Every rank returns the same result: None when the step was aborted. An aborted step, and one with a non-finite
-        number, leaves parameters, optimizer and schedule unchanged; the latter says so.
+        Every rank returns the same result: None when the step was aborted. An aborted step, and one that is skipped (a
+        number is not finite, or all weights vanish), leaves parameters, optimizer and schedule unchanged; the latter
+        says so.
         """
         started = time.perf_counter()
         state, plan = self._plan(batch, version.number - 1)
@@ -86,8 +94,8 @@ class VcpoStep:
             return None
         ratio = self._ess_ratio(state, self.config.algorithm.ess_weights)
         scale = self.ess_state.scale(ratio, self.config.algorithm)  # min(1, ratio / base)^p
-        skipped = "" if math.isfinite(ratio) and state.finite else "non-finite step"
-        rate, norm = (math.nan, math.nan) if skipped else self._optimizer_step(ratio, scale)
+        skipped, norm = self._judge(state, ratio)
+        rate = math.nan if skipped else self._optimizer_step(ratio, scale)
         return self._result(batch, version, state, StepOutcome(ratio, scale, rate, norm, skipped, seconds))
 
     def _plan(self, batch: Batch, version: int) -> tuple[BatchState, StepPlan]:
@@ -118,17 +126,28 @@ class VcpoStep:
     def _ess_ratio(self, state: BatchState, weights: str) -> float:
         return batch_ess_ratio(state.log_ratio, weights, self.config.algorithm.is_threshold)
 
-    def _optimizer_step(self, ratio: float, scale: float) -> tuple[float, float]:
-        """Step at the rate that ESS allows; (rate, norm of the gradient before clipping)."""
+    def _judge(self, state: BatchState, ratio: float) -> tuple[str, float]:
+        """Why the step is to be skipped, or ""; the gradient's norm, nan where the reason comes before it. The same on
+        all ranks, whether the gradient is clipped or not."""
+        if not (math.isfinite(ratio) and state.finite):
+            return NON_FINITE, math.nan
+        if self._passes.objective.mean_weight(state) < SMALLEST_MEAN_WEIGHT:
+            return VANISHING, math.nan
+        norm = self.trainable.gradient_norm(self.parallel)
+        return "" if norm <= LARGEST_NORM else NON_FINITE, norm
+
+    def _optimizer_step(self, ratio: float, scale: float) -> float:
+        """Step at the rate that ESS allows, which is returned."""
         scaled = self.trainable.scheduled_learning_rate() * scale
         rate = agree_equal(scaled, "learning rates", self.parallel)
-        norm = self.trainable.optimizer_step(rate)
+        self.trainable.optimizer_step(rate)
         self.ess_state.record(ratio)
-        return rate, norm
+        return rate
 
     def _result(self, batch: Batch, version: PolicyVersion, state: BatchState, outcome: StepOutcome) -> StepResult:
         objective, truncated = self._passes.objective, self._ess_ratio(state, "truncated")
         weights = objective.sequence_weights(state.log_ratio)
         metrics = step_metrics(state, outcome, weights, ess_ratio_truncated=truncated, linear=objective.method.linear)
+        metrics |= {"weight/mean": objective.mean_weight(state), **self._passes.metrics}
         trajectories = trajectory_results(state, weights, batch)
-        return StepResult(batch.step, version, outcome.skipped, metrics | self._passes.metrics, trajectories)
+        return StepResult(batch.step, version, outcome.skipped, metrics, trajectories)

@@ -22,6 +22,7 @@ from typing import Any
 from ...config.process import WARNING_PREFIX
 from ...config.schema import RunConfig
 from ...observability.mismatch import MismatchWatch
+from ...observability.weights import WeightWatch
 from ...run.directory import RunDirectory
 from ...run.tasks import RunError, StopRequest, cancel
 from ...types import Batch, StepResult
@@ -67,6 +68,7 @@ class Trainer:
         self._step_ended = time.monotonic()
         self._skipped_in_a_row = 0
         self._mismatch = MismatchWatch(config)
+        self._weights = WeightWatch()
 
     @property
     def version(self) -> int:
@@ -98,8 +100,9 @@ class Trainer:
         if self.pacer is not None:
             on_policy = all(group.oldest_version == batch.step for group in batch.groups)
             self.pacer.observe(result.metrics.get("ess/ratio", math.nan), on_policy=on_policy)
-        if warning := self._mismatch.observe(batch.step, result.metrics):
-            print(f"{WARNING_PREFIX}{warning}", flush=True)
+        for watch in (self._mismatch, self._weights):
+            if warning := watch.observe(batch.step, result.metrics):
+                print(f"{WARNING_PREFIX}{warning}", flush=True)
         if result.skipped:
             print(f"step {batch.step} was skipped: {result.skipped}", flush=True)
         return result
