@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import re
 import sys
@@ -90,7 +91,7 @@ METRIC_SECTIONS: dict[str, tuple[str, str]] = {
     "Work and time": ("", "tokens/ time/ sync/"),
 }
 _OF_A_METHOD = {f"algorithm.{field.name}" for field in dataclasses.fields(MethodPreset)}
-_WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
+_WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", datetime.date: "date"}
 _BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
 
 

@@ -111,7 +111,7 @@ def _fresh(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[str]
 
 
 def _resumed(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[str]]:
-    from ..launch.resume import ignored_changes, resumed_config
+    from ..launch.resume import changes, ignored_changes, resumed_config
     from ..launch.workspace import newest_run_directory
     from ..run.directory import RunDirectory
 
@@ -119,7 +119,8 @@ def _resumed(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[st
     config = resumed_config(directory, args.overrides, args.from_step)
     ignored = ignored_changes(config, args.config, args.overrides)
     text = f"resuming with {directory.resolved}; {args.config} differs in {', '.join(ignored)}: not used"
-    return directory, config, [text] if ignored else []
+    changed = [f"the resume changes {change}" for change in changes(directory, config)]
+    return directory, config, [*([text] if ignored else []), *changed]
 
 
 def _plan(directory: RunDirectory, config: RunConfig, *, resume: bool) -> Plan:
@@ -130,7 +131,8 @@ def _plan(directory: RunDirectory, config: RunConfig, *, resume: bool) -> Plan:
     from ..planning.preflight import config_problems
     from ..run.errors import ConfigError
 
-    found = [*run_directory_problems(directory, resume=resume), *config_problems(config)]
+    begins = not (resume and directory.complete_steps())
+    found = [*run_directory_problems(directory, resume=resume), *config_problems(config, begins=begins)]
     try:
         plan = plan_local(config, gpus=visible_gpus())
     except PlacementError as error:

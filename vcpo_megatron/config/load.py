@@ -67,6 +67,11 @@ def dump_resolved(config: RunConfig) -> str:
     return "\n".join(lines[1:]) + "\n"
 
 
+def written(config: RunConfig) -> dict[str, str | None]:
+    """Every key of ``config`` as "section.key" with its TOML text, None where it is not set."""
+    return {key: None if value is None else _toml_value(value) for key, value in flatten(config).items()}
+
+
 def flatten(config: RunConfig) -> dict[str, Any]:
     """Every key of ``config`` as "section.key" with its value, for comparing two configurations."""
     return {f"{section}.{key}": value for section, model in config for key, value in model}
@@ -188,6 +193,9 @@ _EXPECTED = {
     "model_type": "a table",
     "model_attributes_type": "a table",
     "tuple_type": "a list",
+    "date_type": "a date, as 2026-12-31",
+    "date_parsing": "a date, as 2026-12-31",
+    "date_from_datetime_parsing": "a date, as 2026-12-31",
 }
 
 

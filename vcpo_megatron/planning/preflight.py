@@ -9,9 +9,10 @@ from ..models.folder import read_model
 from ..run.errors import ConfigError
 
 
-def config_problems(config: RunConfig) -> list[str]:
-    """Everything that keeps ``config`` from running on any machine."""
-    found = problems(config)
+def config_problems(config: RunConfig, *, begins: bool = True) -> list[str]:
+    """Everything that keeps ``config`` from running on any machine; ``begins``: from its start, not from a checkpoint
+    of its own."""
+    found = problems(config, begins=begins)
     try:
         context = config.rollout.context_length or read_model(config.model.path).max_position_embeddings
     except ConfigError:

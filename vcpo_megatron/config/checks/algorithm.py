@@ -74,10 +74,12 @@ def training_problems(config: RunConfig) -> Iterator[str]:
     train, optimizer = config.train, config.optimizer
     if train.group_size == 1:
         yield "train.group_size = 1: rewards of a group of one have no variance, nothing would be trained; at least 2"
-    if optimizer.warmup_steps >= train.steps:
+    length = optimizer.schedule_steps or train.steps
+    named = f"{'optimizer.schedule_steps' if optimizer.schedule_steps else 'train.steps'} = {length}"
+    if optimizer.warmup_steps >= length:
         yield (
-            f"optimizer.warmup_steps = {optimizer.warmup_steps}: must be below train.steps = {train.steps}, "
-            "the learning rate would never be reached"
+            f"optimizer.warmup_steps = {optimizer.warmup_steps}: must be below {named}, the learning rate would never "
+            "be reached"
         )
     if optimizer.lr * optimizer.weight_decay >= 1:
         yield (
@@ -88,10 +90,10 @@ def training_problems(config: RunConfig) -> Iterator[str]:
         yield f"optimizer.min_lr = {optimizer.min_lr}: above optimizer.lr = {optimizer.lr}"
     if (optimizer.schedule == "wsd") != (optimizer.decay_steps is not None):
         yield f'optimizer.decay_steps = {optimizer.decay_steps}: belongs to schedule = "wsd", which needs it; set both'
-    elif optimizer.decay_steps is not None and optimizer.warmup_steps + optimizer.decay_steps > train.steps:
+    elif optimizer.decay_steps is not None and optimizer.warmup_steps + optimizer.decay_steps > length:
         yield (
             f"optimizer.decay_steps = {optimizer.decay_steps}: with warmup_steps = {optimizer.warmup_steps} more than "
-            f"train.steps = {train.steps}"
+            f"{named}"
         )
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield f"optimizer.betas = {list(optimizer.betas)}: each must be at least 0 and below 1"
