@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,8 @@ def _train(args: argparse.Namespace) -> int:
 
     try:
         directory, config, notes = _resumed(args) if args.resume else _fresh(args)
-        plan = _plan(directory, config, resume=args.resume)
+        warn = note if args.dry_run else _say_nothing  # the orchestrator says it when the run starts
+        plan = _plan(directory, config, resume=args.resume, warn=warn)
     except ConfigError as error:
         return refuse(error.problems)
     for text in notes:
@@ -123,8 +125,13 @@ def _resumed(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[st
     return directory, config, [*([text] if ignored else []), *changed]
 
 
-def _plan(directory: RunDirectory, config: RunConfig, *, resume: bool) -> Plan:
-    """The processes of the run; ConfigError with everything that is in the way of a start."""
+def _say_nothing(line: str) -> None:
+    pass
+
+
+def _plan(directory: RunDirectory, config: RunConfig, *, resume: bool, warn: Callable[[str], None]) -> Plan:
+    """The processes of the run; ConfigError with everything that is in the way of a start. ``warn`` is told of what is
+    not."""
     from ..launch.devices import visible_gpus
     from ..launch.placement import PlacementError, plan_local
     from ..launch.workspace import run_directory_problems
@@ -132,7 +139,7 @@ def _plan(directory: RunDirectory, config: RunConfig, *, resume: bool) -> Plan:
     from ..run.errors import ConfigError
 
     begins = not (resume and directory.complete_steps())
-    found = [*run_directory_problems(directory, resume=resume), *config_problems(config, begins=begins)]
+    found = [*run_directory_problems(directory, resume=resume), *config_problems(config, begins=begins, warn=warn)]
     try:
         plan = plan_local(config, gpus=visible_gpus())
     except PlacementError as error:

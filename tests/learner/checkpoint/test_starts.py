@@ -60,13 +60,17 @@ def test_a_run_starts_from_the_weights_of_another(name: str, tmp_path: Path) -> 
             layout.config(directory.export(1), **sections),
         ]
         alone, whole, oracle = world(layout, "start_each", configs=configs, batch=batches[1], folder=folder)
-        assert_equal(alone["begun"], saved["saved"]), assert_equal(whole["begun"], saved["saved"])
+        assert_equal(alone["begun"], saved["saved"])
         assert_equal(alone["parameters"], oracle["parameters"])
-        assert alone["steps"] == whole["steps"] == 1  # the schedule is the new run's
-        same = layout == saved_by
-        assert_equal(whole["parameters"], saved["next"]["parameters"], 0.0 if same else 1e-3)
-        assert not equal(alone["parameters"], whole["parameters"])
         assert alone["said"] == f"vcpo: note: starts from the weights of {directory.checkpoint(1)} (1 steps)\n"
+        if ("expert" in layout.parallel) != ("expert" in saved_by.parallel):
+            assert "stored in another form: parallel.expert > 1 True in the checkpoint, False now" in whole["refused"]
+            continue
+        assert_equal(whole["begun"], saved["saved"])
+        assert alone["steps"] == whole["steps"] == 1  # the schedule is the new run's
+        rounding = 0.0 if layout == saved_by else 1e-3 if "model" not in sections else 2e-2
+        assert_equal(whole["parameters"], saved["next"]["parameters"], rounding)
+        assert not equal(alone["parameters"], whole["parameters"])
 
 
 def world(layout: Layout, function: str, **arguments: Any) -> Any:
