@@ -14,6 +14,7 @@ from ...run.errors import ConfigError
 from ..schema import RunConfig
 from .algorithm import algorithm_problems, idle_keys, training_problems
 from .experts import expert_problems
+from .limits import limit_problems
 from .parallel import parallel_problems, split_problems
 from .rollout import (
     generation_problems,
@@ -31,6 +32,7 @@ def problems(config: RunConfig, *, begins: bool = True) -> list[str]:
     """Everything that keeps ``config`` from being run; empty when nothing does. ``begins``: from its start, not from a
     checkpoint of its own, for which the weights that it started from are not needed any more."""
     found = [
+        *limit_problems(config),
         *parallel_problems(config),
         *engine_problems(config),
         *algorithm_problems(config),
