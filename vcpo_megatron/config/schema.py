@@ -285,7 +285,7 @@ class EnvironmentConfig(Section):
     fields: dict[str, str] = Field(default_factory=dict, description="environment's field name -> name in the files")
     options: dict[str, Any] = Field(default_factory=dict, description="options of this environment")
     date: datetime.date | None = Field(
-        None, description="the day that chat templates print as today, as 2026-12-31; default: that of the run's start"
+        None, description="the day that chat templates print as today, YYYY-MM-DD; default: that of the run's start"
     )
 
 
