@@ -72,6 +72,7 @@ def _hours(text: str) -> float:
 
 
 def _train(args: argparse.Namespace) -> int:
+    from ..config.checks.start import start_checkpoint
     from ..config.load import dump_resolved
     from ..launch import resume
     from ..run.errors import ConfigError
@@ -93,6 +94,8 @@ def _train(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(dump_resolved(config))
         print(plan.table(directory.path))
+        if config.train.start_from is not None and not args.resume:
+            print(f"starts from the weights of {start_checkpoint(config.train.start_from)}")
         return DONE
 
     from ..launch import local
