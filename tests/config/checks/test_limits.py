@@ -64,6 +64,7 @@ BAD: list[tuple[list[tuple[str, Any]], str]] = [
     ),
     ([*JOINED, ("rollout.servers", 2)], "rollout.servers = 2: has no effect, since the servers of rollout.addresses"),
     ([*EXACT, ("rollout.servers", 2), ("rollout.sync_wave", 2)], "rollout.sync_wave = 2: has no effect"),
+    ([("rollout.sync", "disk"), ("rollout.bucket_bytes", 2**21)], "rollout.bucket_bytes = 2097152: has no effect"),
     ([*EXACT, ("rollout.max_prompt_failures", 5)], "rollout.max_prompt_failures = 5: has no effect"),
     ([*EXACT, ("rollout.max_failure_ratio", 0.9)], "rollout.max_failure_ratio = 0.9: has no effect"),
     ([("environment.fields", {"prompt": "q"})], 'environment.fields = {"prompt": "q"}: has no effect'),

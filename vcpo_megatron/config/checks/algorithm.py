@@ -158,6 +158,7 @@ def idle_keys(config: RunConfig) -> Iterator[str]:
         "staleness.adaptive_ess": (config.staleness.adaptive, "staleness.adaptive = false"),
         "rollout.servers": (not config.rollout.addresses, "the servers of rollout.addresses are joined"),
         "rollout.sync_wave": (config.staleness.lag == "bounded", 'lag = "exact" updates all servers together'),
+        "rollout.bucket_bytes": (config.rollout.sync != "disk", 'sync = "disk" writes whole folders'),
         "rollout.max_prompt_failures": one_failure,
         "rollout.max_failure_ratio": one_failure,
         "environment.fields": (
