@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import re
 import sys
@@ -28,6 +29,7 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from vcpo_megatron.config.checks.limits import least  # noqa: E402
 from vcpo_megatron.config.methods import METHODS, MethodPreset  # noqa: E402
 from vcpo_megatron.config.schema import AlgorithmConfig, RunConfig, Section  # noqa: E402
 from vcpo_megatron.launch.resume import CHANGEABLE_ON_RESUME  # noqa: E402
@@ -90,7 +92,7 @@ METRIC_SECTIONS: dict[str, tuple[str, str]] = {
     "Work and time": ("", "tokens/ time/ sync/"),
 }
 _OF_A_METHOD = {f"algorithm.{field.name}" for field in dataclasses.fields(MethodPreset)}
-_WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
+_WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", datetime.date: "date"}
 _BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
 
 
@@ -100,14 +102,16 @@ def sections() -> Iterator[tuple[str, type[Section]]]:
         yield name, typing.cast(type[Section], field.annotation)
 
 
-def allowed(field: FieldInfo) -> str:
+def allowed(key: str, field: FieldInfo) -> str:
     """What may be written for this key, in words."""
+    floor = least(key)
     bounds = [
         f"{words} {getattr(item, attribute):g}"
         for item in field.metadata
         for kind, (attribute, words) in _BOUNDS.items()
-        if isinstance(item, kind)
+        if isinstance(item, kind) and (floor is None or kind not in (Ge, Gt))
     ]
+    bounds = bounds if floor is None else [f"at least {floor:.7g}", *bounds]
     text = " and ".join([" ".join([_type(field.annotation), *bounds[:1]]), *bounds[1:]])
     infinite = any(getattr(item, "allow_inf_nan", False) for item in field.metadata)
     return text + ", or inf" if infinite else text
@@ -150,7 +154,13 @@ def configuration() -> str:
         for key, field in model.model_fields.items():
             dotted = f"{name}.{key}"
             resume = "yes" if dotted in CHANGEABLE_ON_RESUME else ""
-            cells = (f"`{dotted}`", allowed(field), default(dotted, field), resume, _linked(field.description or ""))
+            cells = (
+                f"`{dotted}`",
+                allowed(dotted, field),
+                default(dotted, field),
+                resume,
+                _linked(field.description or ""),
+            )
             parts.append("| " + " | ".join(cells) + " |\n")
         if name == "algorithm":
             parts.append(f"\n{METHOD_TABLE}\n{_methods()}")

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from tests.ports import HeldPort
+from vcpo_megatron.config.load import written
 from vcpo_megatron.config.process import ProcessContext
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.environments.base import Example, Observation, Outcome
@@ -337,6 +338,7 @@ class FakeLearner(threading.Thread):
         self.sends_weights = True
         self.ess_ratio = 1.0
         self.first_ess_ratio: float | None = None
+        self.values: dict[str, str | None] = {}  # of the configuration, for manifests
         self._synced = threading.Event()
         self._synced.set()
         self._ended = False
@@ -453,6 +455,7 @@ class FakeLearner(threading.Thread):
             version_number=message.step,
             learner={},
             orchestrator=message.state,
+            config=self.values,
         )
         directory.complete(message.step, manifest)
         self.checkpoints.append(message.step)
@@ -487,6 +490,7 @@ class FakeRun:
             server_ports=(),
         )
         self.learner = FakeLearner(self.context)
+        self.learner.values = written(self.config)
 
     def run(self, timeout_s: float = 50.0) -> str:
         """Reason of the end; what the controller raises."""

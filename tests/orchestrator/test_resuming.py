@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
 from vcpo_megatron.orchestrator.store.schema import StoreError
 from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.run.directory import RunDirectory
+from vcpo_megatron.run.history import recorded
 from vcpo_megatron.run.tasks import RunError
 from vcpo_megatron.transport.messages import ControlError
 from vcpo_megatron.types import PolicyVersion
@@ -150,3 +152,42 @@ def test_a_hole_in_the_metrics_is_warned_of(tmp_path: Path, capsys: pytest.Captu
         f"\nvcpo: warning: {path}: lines 2 were no rows and are left out and rows of steps 1-2 are missing; "
         "the run goes on without them\n"
     ) in "\n" + capsys.readouterr().out
+
+
+def test_every_change_of_an_accepted_resume_is_in_the_history(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config(**CONFIG))
+    assert run.run() == "run ended"
+    refused = FakeRun(tmp_path, config(**CONFIG, optimizer={"lr": 0.5}), attempt=2, resume_step=2)
+    refused.learner.cannot_load = "no memory"
+    with pytest.raises(ControlError):
+        refused.run()
+    changed = config(**{**CONFIG, "train": {"steps": 8}}, optimizer={"lr": 0.25})
+    assert FakeRun(tmp_path, changed, attempt=3, resume_step=6).run() == "run ended"
+    found = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [(line["event"], line["attempt"], line["step"]) for line in found] == [
+        ("start", 1, 0),
+        ("resume", 3, 6),
+        ("change", 3, 6),
+        ("change", 3, 6),
+    ]
+    assert found[0]["values"]["train.steps"] == "6" and found[0]["values"]["staleness.max_staleness"] == "1"
+    assert [(line["key"], line["old"], line["new"]) for line in found[2:]] == [
+        ("optimizer.lr", "1e-06", "0.25"),
+        ("train.steps", "6", "8"),
+    ]
+    assert recorded(RunDirectory(tmp_path), 8).values["optimizer.lr"] == "0.25"  # by the manifest, too
+
+
+def test_a_larger_lag_is_used_from_the_resume_on(tmp_path: Path) -> None:
+    first = FakeRun(tmp_path, config(**CONFIG, staleness={"max_staleness": 0}))
+    assert first.run() == "run ended" and max(first.staleness()) == 0
+    more = config(checkpoint={"every": 2}, train={"steps": 14}, staleness={"max_staleness": 3})
+    again = FakeRun(tmp_path, more, attempt=2, resume_step=4)
+    again.learner.step_s = 0.05
+    assert again.run() == "run ended"
+    assert max(again.staleness()) == 3
+    rows = again.rows()
+    assert [row["step"] for row in rows] == list(range(14)) and all(row["rollouts/failed"] == 0 for row in rows)
+    assert rows[-1]["rollouts/trained"] == 14 * 2 * 2
+    trained = [group.prompt_id for run in (first, again) for batch in run.learner.batches for group in batch.groups]
+    assert len(set(trained[-20:])) == 20

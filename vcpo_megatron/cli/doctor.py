@@ -25,7 +25,7 @@ def add_doctor(commands: Any) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     from ..planning.doctor import Finding, examine, render
 
-    config, problems = None, list[str]()
+    config, problems, warnings = None, list[str](), list[str]()
     if args.config is not None:
         from ..config.load import load_config
         from ..planning.preflight import config_problems
@@ -33,12 +33,13 @@ def _doctor(args: argparse.Namespace) -> int:
 
         try:
             config = load_config(args.config)
-            problems = config_problems(config)
+            problems = config_problems(config, warn=warnings.append)
         except ConfigError as error:
             problems = error.problems
     findings = examine(Path("runs"), config.rollout.python if config else None)
     if args.config is not None:
         findings += [Finding("wrong", "config", problem) for problem in problems]
+        findings += [Finding("note", "config", warning) for warning in warnings]
         if not problems:
             findings.append(Finding("ok", "config", f"{args.config} can run"))
     print(render(findings))

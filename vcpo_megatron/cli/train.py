@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,13 +72,15 @@ def _hours(text: str) -> float:
 
 
 def _train(args: argparse.Namespace) -> int:
+    from ..config.checks.start import start_checkpoint
     from ..config.load import dump_resolved
     from ..launch import resume
     from ..run.errors import ConfigError
 
     try:
         directory, config, notes = _resumed(args) if args.resume else _fresh(args)
-        plan = _plan(directory, config, resume=args.resume)
+        warn = note if args.dry_run else _say_nothing  # the orchestrator says it when the run starts
+        plan = _plan(directory, config, resume=args.resume, warn=warn)
     except ConfigError as error:
         return refuse(error.problems)
     for text in notes:
@@ -91,6 +94,8 @@ def _train(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(dump_resolved(config))
         print(plan.table(directory.path))
+        if config.train.start_from is not None and not args.resume:
+            print(f"starts from the weights of {start_checkpoint(config.train.start_from)}")
         return DONE
 
     from ..launch import local
@@ -111,7 +116,7 @@ def _fresh(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[str]
 
 
 def _resumed(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[str]]:
-    from ..launch.resume import ignored_changes, resumed_config
+    from ..launch.resume import changes, ignored_changes, resumed_config
     from ..launch.workspace import newest_run_directory
     from ..run.directory import RunDirectory
 
@@ -119,18 +124,25 @@ def _resumed(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[st
     config = resumed_config(directory, args.overrides, args.from_step)
     ignored = ignored_changes(config, args.config, args.overrides)
     text = f"resuming with {directory.resolved}; {args.config} differs in {', '.join(ignored)}: not used"
-    return directory, config, [text] if ignored else []
+    changed = [f"the resume changes {change}" for change in changes(directory, config)]
+    return directory, config, [*([text] if ignored else []), *changed]
 
 
-def _plan(directory: RunDirectory, config: RunConfig, *, resume: bool) -> Plan:
-    """The processes of the run; ConfigError with everything that is in the way of a start."""
+def _say_nothing(line: str) -> None:
+    pass
+
+
+def _plan(directory: RunDirectory, config: RunConfig, *, resume: bool, warn: Callable[[str], None]) -> Plan:
+    """The processes of the run; ConfigError with everything that is in the way of a start. ``warn`` is told of what is
+    not."""
     from ..launch.devices import visible_gpus
     from ..launch.placement import PlacementError, plan_local
     from ..launch.workspace import run_directory_problems
     from ..planning.preflight import config_problems
     from ..run.errors import ConfigError
 
-    found = [*run_directory_problems(directory, resume=resume), *config_problems(config)]
+    begins = not (resume and directory.complete_steps())
+    found = [*run_directory_problems(directory, resume=resume), *config_problems(config, begins=begins, warn=warn)]
     try:
         plan = plan_local(config, gpus=visible_gpus())
     except PlacementError as error:

@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from ..run.errors import ConfigError
 from .schema import RunConfig
+from .synonyms import known_as, section_known_as, value_known_as
 
 Key = tuple[str, ...]
 
@@ -65,6 +66,11 @@ def dump_resolved(config: RunConfig) -> str:
     for section, values in config.model_dump(mode="python", exclude_none=True).items():
         lines += ["", f"[{section}]", *(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in values.items())]
     return "\n".join(lines[1:]) + "\n"
+
+
+def written(config: RunConfig) -> dict[str, str | None]:
+    """Every key of ``config`` as "section.key" with its TOML text, None where it is not set."""
+    return {key: None if value is None else _toml_value(value) for key, value in flatten(config).items()}
 
 
 def flatten(config: RunConfig) -> dict[str, Any]:
@@ -188,6 +194,9 @@ _EXPECTED = {
     "model_type": "a table",
     "model_attributes_type": "a table",
     "tuple_type": "a list",
+    "date_type": "a date, as 2026-12-31",
+    "date_parsing": "a date, as 2026-12-31",
+    "date_from_datetime_parsing": "a date, as 2026-12-31",
 }
 
 
@@ -209,7 +218,7 @@ def _explain_key(key: Key, details: Sequence[ErrorDetails], given: Mapping[Key, 
     name = ".".join(key)
     kinds = {detail["type"] for detail in details}
     if "extra_forbidden" in kinds:
-        return f"{name}: unknown {'key' if len(key) > 1 else 'section'}{_nearest(key)}"
+        return f"{name}: unknown {'key' if len(key) > 1 else 'section'}{_nearest(key, details[0]['input'])}"
     if "missing" in kinds and len(details[0]["loc"]) == len(key):
         section = f"[{key[0]}]"
         what = f"add `{key[1]} = ...` to {section}" if len(key) > 1 else f"add the section {section}"
@@ -217,7 +226,8 @@ def _explain_key(key: Key, details: Sequence[ErrorDetails], given: Mapping[Key, 
     value = details[0]["input"]
     shown = "" if isinstance(value, (dict, list)) else f" = {_shown(value)}"
     source = f" (from --set {given[key]})" if key in given else ""
-    return f"{name}{shown}{source}: must be {' or '.join(dict.fromkeys(map(_expected, details)))}{_near_value(details)}"
+    expected = " or ".join(dict.fromkeys(map(_expected, details)))
+    return f"{name}{shown}{source}: must be {expected}{_near_value(key, details)}"
 
 
 def _expected(detail: ErrorDetails) -> str:
@@ -239,12 +249,13 @@ def _expected(detail: ErrorDetails) -> str:
             return _EXPECTED.get(kind, detail["msg"])
 
 
-def _near_value(details: Sequence[ErrorDetails]) -> str:
-    """Suggestion for a misspelt choice."""
+def _near_value(key: Key, details: Sequence[ErrorDetails]) -> str:
+    """Suggestion for a choice that is misspelt, or has another name elsewhere."""
     for detail in details:
         if detail["type"] == "literal_error" and isinstance(detail["input"], str):
             choices = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
-            if close := difflib.get_close_matches(detail["input"], choices, 1):
+            known = value_known_as(".".join(key), detail["input"])
+            if close := [known] if known else difflib.get_close_matches(detail["input"], choices, 1):
                 return f"; did you mean {_shown(close[0])}?"
     return ""
 
@@ -256,20 +267,18 @@ def _shown(value: Any) -> str:
         return repr(value)
 
 
-#: Keys that are expected by what other trainers have, and what there is here.
-_OTHERWISE = {
-    ("parallel", "data"): "; data parallel is what tensor x pipeline x context leave of launch.learner_ranks",
-}
+#: Keys of an unknown section that are named with ours.
+_NAMED_BELOW = 4
 
 
-def _nearest(key: Key) -> str:
-    """Suggestion for an unknown key: near in its section, or of the same name in another."""
-    if key in _OTHERWISE:
-        return _OTHERWISE[key]
+def _nearest(key: Key, content: Any) -> str:
+    """Suggestion for an unknown key: its name here, near in its section, or of the same name in another. ``content``:
+    what was given."""
     sections = dict(_sections())
     if len(key) == 1:
-        close = difflib.get_close_matches(key[0], sections, 1)
-        return f"; did you mean [{close[0]}]?" if close else f"; sections are {', '.join(sections)}"
+        return _nearest_section(key[0], content, sections)
+    if ours := known_as(key[0], key[1]):
+        return f"; {ours}" if " " in ours else f"; did you mean {ours}?"
     own = [f"{key[0]}.{name}" for name in sections[key[0]].model_fields] if key[0] in sections else []
     close = difflib.get_close_matches(".".join(key), own, 1, cutoff=0.75)
     elsewhere = [f"{section}.{key[1]}" for section, model in sections.items() if key[1] in model.model_fields]
@@ -281,6 +290,34 @@ def _nearest(key: Key) -> str:
     if found:
         return f"; did you mean {found[0]}?"
     return f"; keys of [{key[0]}] are {', '.join(name.split('.', 1)[1] for name in own)}" if own else ""
+
+
+def _nearest_section(name: str, content: Any, sections: Mapping[str, type[BaseModel]]) -> str:
+    close = difflib.get_close_matches(name, sections, 1)
+    section = section_known_as(name) or (close[0] if close else None)
+    found = {}
+    for dotted in _leaves(name, content):
+        parent, _, leaf = dotted.rpartition(".")
+        same = (f"{other}.{leaf}" for other, model in sections.items() if leaf in model.model_fields)
+        if ours := known_as(parent.rpartition(".")[2], leaf) or next(same, None):
+            found[dotted] = f"for {dotted}: {ours}" if " " in ours else f"{dotted} is {ours} here"
+    if section and all(dotted.partition(".")[2] in sections[section].model_fields for dotted in found):
+        return f"; did you mean [{section}]?"
+    if found:
+        more = f" (and {len(found) - _NAMED_BELOW} more)" if len(found) > _NAMED_BELOW else ""
+        return f"; {'; '.join([*found.values()][:_NAMED_BELOW])}{more}"
+    return f"; sections are {', '.join(sections)}"
+
+
+def _leaves(name: str, content: Any) -> Iterator[str]:
+    """Dotted names of all values in the table ``content`` called ``name``."""
+    if not isinstance(content, Mapping):
+        return
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(f"{name}.{key}", value)
+        else:
+            yield f"{name}.{key}"
 
 
 # --- writing ----------------------------------------------------------------------------------

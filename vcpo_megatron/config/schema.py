@@ -7,6 +7,7 @@ fields must satisfy together is in ``checks/``; reading TOML and overrides is in
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -176,6 +177,12 @@ class OptimizerConfig(Section):
     )
     warmup_steps: int = Field(0, ge=0, description="first steps, over which the learning rate rises linearly")
     decay_steps: int | None = Field(None, ge=1, description="last steps of wsd, over which it decays linearly")
+    schedule_steps: int | None = Field(
+        None,
+        ge=1,
+        description="length of cosine and wsd in steps, after which the rate is min_lr; default: train.steps at the "
+        "start of the run, which a resume keeps",
+    )
 
 
 class TrainConfig(Section):
@@ -190,6 +197,14 @@ class TrainConfig(Section):
         False, description="groups whose rewards are equal, to rounding, are dropped and replaced by the next prompt"
     )
     max_pack_tokens: int = Field(4096, gt=0, description="tokens of one packed micro-batch")
+    start_from: Path | None = Field(
+        None,
+        description="run directory (its newest checkpoint), or RUN_DIR/checkpoints/step_N, whose weights a new run "
+        "starts from, in any layout; default: those of model.path, which stays KL's reference in any case",
+    )
+    start_optimizer: bool = Field(
+        False, description="take the optimizer's state from train.start_from, too; schedule and ESS begin anew"
+    )
 
 
 class RolloutConfig(Section):
@@ -269,6 +284,9 @@ class EnvironmentConfig(Section):
     heldout: Path | None = Field(None, description="JSONL or parquet of held-out prompts")
     fields: dict[str, str] = Field(default_factory=dict, description="environment's field name -> name in the files")
     options: dict[str, Any] = Field(default_factory=dict, description="options of this environment")
+    date: datetime.date | None = Field(
+        None, description="the day that chat templates print as today, YYYY-MM-DD; default: that of the run's start"
+    )
 
 
 class StalenessConfig(Section):

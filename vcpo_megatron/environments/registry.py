@@ -14,6 +14,7 @@ from pathlib import Path
 from ..config.schema import EnvironmentConfig
 from . import arithmetic, modular_sum
 from .base import Environment, EnvironmentSetupError
+from .chat import making
 
 Factory = Callable[[EnvironmentConfig, Path, int], Environment]
 
@@ -47,10 +48,13 @@ def _factory(name: str) -> Factory:
     return factory
 
 
-def make_environment(config: EnvironmentConfig, tokenizer_dir: Path, seed: int) -> Environment:
+def make_environment(
+    config: EnvironmentConfig, tokenizer_dir: Path, seed: int, *, warn: Callable[[str], None] = lambda line: None
+) -> Environment:
     """The environment of a run; EnvironmentSetupError lists all that is wrong.
 
-    ``tokenizer_dir`` is the model's folder (``tokenizer.json``); ``seed`` settles order and prompts.
+    ``tokenizer_dir`` is the model's folder (``tokenizer.json``); ``seed`` settles order and prompts. ``warn`` is told
+    what it can be made with, but hardly meant. Chat templates print ``config.date`` as today.
     """
     factory, arguments = _factory(config.name), (config, tokenizer_dir, seed)
     wrong = f"environment.name = {config.name!r}: "
@@ -60,21 +64,31 @@ def make_environment(config: EnvironmentConfig, tokenizer_dir: Path, seed: int) 
         raise EnvironmentSetupError(
             f"{wrong}it cannot be called with (config, tokenizer_dir, seed): {error}; name a factory that can"
         ) from error
-    environment = factory(*arguments)
+    with making(config.date) as templates:
+        environment = factory(*arguments)
     if missing := sorted(name for name in _MEMBERS if not hasattr(environment, name)):
         raise EnvironmentSetupError(
             f"{wrong}it made a {type(environment).__name__}, which is no environment: it has no {', '.join(missing)}"
         )
+    for endless in filter(None, (template.endless(environment.sampling) for template in templates)):
+        warn(endless)
     return environment
 
 
-def validate_environment(config: EnvironmentConfig, tokenizer_dir: Path, seed: int, context_length: int) -> list[str]:
+def validate_environment(
+    config: EnvironmentConfig,
+    tokenizer_dir: Path,
+    seed: int,
+    context_length: int,
+    *,
+    warn: Callable[[str], None] = lambda line: None,
+) -> list[str]:
     """All problems found before a start, one line each; [] when the environment can be made and fits.
 
-    ``context_length`` is the longest sequence of the model in tokens.
+    ``context_length`` is the longest sequence of the model in tokens; ``warn`` as in ``make_environment``.
     """
     try:
-        environment = make_environment(config, tokenizer_dir, seed)
+        environment = make_environment(config, tokenizer_dir, seed, warn=warn)
     except EnvironmentSetupError as error:
         return list(error.problems)
     prompt = environment.max_prompt_tokens

@@ -12,6 +12,7 @@ second. 138: stopped by SIGUSR1, a batch system's warning, or by ``LaunchOptions
 from __future__ import annotations
 
 import contextlib
+import datetime
 import math
 import os
 import secrets
@@ -26,11 +27,13 @@ from ..config.schema import RunConfig
 from ..observability.progress import Progress
 from ..observability.sinks import JsonlFollower, read_rows
 from ..run.directory import RunDirectory, write_atomically
+from ..run.errors import ConfigError
 from ..transport.child import start_child
 from . import workspace
 from .devices import visible_gpus
 from .placement import MODULES, PlacementError, Plan, Process, plan_local
 from .ports import PortError, Ports, choose_ports
+from .start import settled
 from .supervision import Child, Ending, Supervisor, caught_signals, no_orphans
 from .warnings import LogWarnings
 
@@ -72,7 +75,7 @@ def run(
         workspace.prepare(directory)
         with workspace.locked(directory):
             return _run_locked(config, directory, options, command, plan, ports)
-    except (workspace.RunDirectoryError, PortError, PlacementError) as error:
+    except (workspace.RunDirectoryError, PortError, PlacementError, ConfigError) as error:
         _complain(str(error))
         return 1
     except BrokenPipeError:
@@ -87,6 +90,7 @@ def _run_locked(
 ) -> int:
     if not options.resume:
         workspace.refuse_used(directory)
+        config = settled(config, datetime.date.today())
     context = _context(directory, plan, ports, options)
     directory.proposed.unlink(missing_ok=True)
     write_atomically(directory.proposed if options.resume else directory.resolved, dump_resolved(config))

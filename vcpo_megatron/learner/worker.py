@@ -73,14 +73,17 @@ class Worker:
         self._version = PolicyVersion(context.attempt, context.resume_step or 0)
         self._send(Hello(context.token, self._version, self._parallel.world_size))
         self._set_doing("builds the model")
-        # a resumed run reads the initial weights only where they are the reference of the KL term
-        initial = context.resume_step is None or config.algorithm.kl_reference == "initial"
+        fresh, start = context.resume_step is None, config.train.start_from
+        # weights that a checkpoint replaces are read only where they are the reference of the KL term
+        initial = (fresh and start is None) or config.algorithm.kl_reference == "initial"
         trainable = build_trainable(config, self._parallel, load=initial)
         self._trainable = trainable
         self._step = VcpoStep(config, self._parallel, trainable, abort_requested=self._abort_requested)
         self._checkpoints = Checkpoints(config, context.directory, self._parallel, trainable)
         if context.resume_step is not None:
             self._step.ess_state = self._checkpoints.load(context.resume_step)
+        elif start is not None:
+            self._checkpoints.start_from(start, optimizer=config.train.start_optimizer)
         gatherer = WeightGatherer(trainable, self._parallel)
         self._exports = Exports(config, context.directory, self._parallel, trainable, gatherer)
         # a replay has no servers

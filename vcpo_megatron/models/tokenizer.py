@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
+
+from ..run.json_file import JsonFileError, read_json_object
 
 
 class TokenizerError(ValueError):
@@ -29,3 +33,21 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
         return list(tokenizer.encode(text).ids)
     except Exception as error:  # fault boundary: as above; for a word outside a vocabulary without UNK
         raise TokenizerError(f"the model's tokenizer cannot encode the text: {error}") from None
+
+
+def end_tokens(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """Ids that end an answer: ``eos_token_id`` of generation_config.json where that has one, else of ``config``, the
+    content of config.json; TokenizerError when it is none."""
+    path = folder / "generation_config.json"
+    try:
+        value = read_json_object(path).get("eos_token_id") if path.is_file() else None
+    except JsonFileError as error:
+        raise TokenizerError(str(error)) from None
+    if value is None:
+        value = config.get("eos_token_id")
+    if value is None:
+        return frozenset()
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise TokenizerError(f"{folder}: eos_token_id = {value!r} is no token id or list of them")
+    return frozenset(ids)

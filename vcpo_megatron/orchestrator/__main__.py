@@ -52,7 +52,12 @@ _EXPECTED = (
 def make_parts(context: ProcessContext, config: RunConfig) -> Parts:
     """The real parts of a run; errors in what they need are raised before any server starts."""
     shape = read_model(config.model.path)
-    environment = make_environment(config.environment, config.model.path, config.train.seed)
+    environment = make_environment(
+        config.environment,
+        config.model.path,
+        config.train.seed,
+        warn=lambda line: print(f"{WARNING_PREFIX}{line}", flush=True),
+    )
     if config.rollout.router is not None and (problem := sampling_problem(environment.sampling)) is not None:
         raise ConfigError([problem])
     changes = Notifier()

@@ -3,7 +3,7 @@
 ``check``    reads only: the environment's fingerprint, the store's run and age
              then the learner reads and compares its checkpoint (``LearnerLink.loaded``)
 ``accept``   one transaction of the store, in which newer checkpoints are put away; then the configuration of the
-             attempt becomes the run's
+             attempt is recorded and becomes the run's
 
 Whatever is refused before ``accept`` leaves checkpoints, store, metrics and configuration as they were. In ``accept``
 newer checkpoints go before the store forgets what they know, so that a crash in between leaves no store that is older
@@ -15,9 +15,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ..config.load import written
 from ..config.process import ProcessContext
 from ..config.schema import RunConfig
 from ..environments.base import Environment
+from ..run.history import record
 from ..run.tasks import RunError
 from .store.recorder import Recorder
 from .store.resume import ResumePlan
@@ -60,6 +62,7 @@ async def accept(context: ProcessContext, config: RunConfig, state: dict[str, An
 
     try:
         plan = await recorder.write(go_back)
+        record(directory, attempt=context.attempt, step=context.resume_step, values=written(config))
         if directory.proposed.exists():
             os.replace(directory.proposed, directory.resolved)
     except OSError as error:

@@ -3,6 +3,7 @@
 RUN_DIR/
   resolved.toml            the configuration with every default filled in
   resolved.next.toml       that of an attempt to resume, until the run has taken it
+  history.jsonl            the configuration of the start, and every change of it; see ``history``
   metrics.jsonl            one object a step; cut back on resume
   rollouts.sqlite          every group and trajectory (opened by the orchestrator alone)
   checkpoints/step_N/      Megatron distributed checkpoint + manifest.json, written last
@@ -38,6 +39,8 @@ class Manifest(BaseModel):
     CRC-32; ``RunDirectory.complete`` fills them in. The text has a checksum of its own.
     ``orchestrator`` is the opaque state that the orchestrator handed over with the request
     (data cursor, staleness counters, store position); it is given back unread on resume.
+    ``config`` holds every key of the configuration that made it, as "section.key" and its TOML text, None where it is
+    not set.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,6 +51,7 @@ class Manifest(BaseModel):
     version_number: int
     learner: dict[str, Any]
     orchestrator: dict[str, Any]
+    config: dict[str, str | None] = {}
     files: dict[str, int] = {}
     checksums: dict[str, int] = {}
 
@@ -55,6 +59,24 @@ class Manifest(BaseModel):
 def read_manifest(folder: Path) -> Manifest:
     """That of one checkpoint; FileNotFoundError when it has none, ValueError when it is damaged."""
     return Manifest.model_validate(unsealed((folder / MANIFEST).read_bytes()))
+
+
+def damage(folder: Path) -> str | None:
+    """Why the checkpoint in ``folder``, which has a manifest, is not complete any more; None when it is. Sizes only."""
+    try:
+        files = read_manifest(folder).files
+    except ChangedError as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    except (OSError, ValueError):
+        return f"{MANIFEST} cannot be read"
+    for name, size in files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found} bytes, not {size}"
+    return None
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -115,6 +137,10 @@ class RunDirectory:
     def proposed(self) -> Path:
         """The configuration of an attempt that has not been accepted yet."""
         return self.path / "resolved.next.toml"
+
+    @property
+    def history(self) -> Path:
+        return self.path / "history.jsonl"
 
     @property
     def metrics(self) -> Path:
@@ -197,20 +223,7 @@ class RunDirectory:
         return f"{latest} names {name or 'nothing'}, and this is no complete checkpoint any more"
 
     def _damage(self, step: int) -> str | None:
-        try:
-            files = self.manifest(step).files
-        except ChangedError as error:
-            return f"{MANIFEST} cannot be read: {error}"
-        except (OSError, ValueError):
-            return f"{MANIFEST} cannot be read"
-        for name, size in files.items():
-            try:
-                found = (self.checkpoint(step) / name).stat().st_size
-            except OSError:
-                return f"{name} is missing"
-            if found != size:
-                return f"{name} has {found} bytes, not {size}"
-        return None
+        return damage(self.checkpoint(step))
 
     def complete(self, step: int, manifest: Manifest, checksums: Mapping[str, int] = {}) -> None:
         """Mark checkpoint ``step`` complete and make it the latest, after everything in it is on disk.

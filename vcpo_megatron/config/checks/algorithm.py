@@ -31,6 +31,17 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
         )
     if preset.ratio_low >= preset.ratio_high:
         yield f"algorithm.ratio_low = {preset.ratio_low}: must be below ratio_high = {preset.ratio_high}"
+    elif preset.bounded and not preset.ratio_low <= 1 <= preset.ratio_high:
+        name = "ratio_high" if preset.ratio_high < 1 else "ratio_low"
+        yield (
+            f"algorithm.{name} = {getattr(preset, name)}: ratio_low and ratio_high bound the ratio itself, and 1, "
+            "on-policy, is not between them; give 1 - epsilon and 1 + epsilon"
+        )
+    if algorithm.is_threshold < 1:
+        yield (
+            f"algorithm.is_threshold = {algorithm.is_threshold}: every weight would be cut, 1, that of an on-policy "
+            "trajectory, included; at least 1"
+        )
     yield from _opob_mode(config)
     if (algorithm.kl_coef > 0) != (algorithm.kl_reference != "none"):
         yield (
@@ -74,10 +85,12 @@ def training_problems(config: RunConfig) -> Iterator[str]:
     train, optimizer = config.train, config.optimizer
     if train.group_size == 1:
         yield "train.group_size = 1: rewards of a group of one have no variance, nothing would be trained; at least 2"
-    if optimizer.warmup_steps >= train.steps:
+    length = optimizer.schedule_steps or train.steps
+    named = f"{'optimizer.schedule_steps' if optimizer.schedule_steps else 'train.steps'} = {length}"
+    if optimizer.warmup_steps >= length:
         yield (
-            f"optimizer.warmup_steps = {optimizer.warmup_steps}: must be below train.steps = {train.steps}, "
-            "the learning rate would never be reached"
+            f"optimizer.warmup_steps = {optimizer.warmup_steps}: must be below {named}, the learning rate would never "
+            "be reached"
         )
     if optimizer.lr * optimizer.weight_decay >= 1:
         yield (
@@ -88,17 +101,17 @@ def training_problems(config: RunConfig) -> Iterator[str]:
         yield f"optimizer.min_lr = {optimizer.min_lr}: above optimizer.lr = {optimizer.lr}"
     if (optimizer.schedule == "wsd") != (optimizer.decay_steps is not None):
         yield f'optimizer.decay_steps = {optimizer.decay_steps}: belongs to schedule = "wsd", which needs it; set both'
-    elif optimizer.decay_steps is not None and optimizer.warmup_steps + optimizer.decay_steps > train.steps:
+    elif optimizer.decay_steps is not None and optimizer.warmup_steps + optimizer.decay_steps > length:
         yield (
             f"optimizer.decay_steps = {optimizer.decay_steps}: with warmup_steps = {optimizer.warmup_steps} more than "
-            f"train.steps = {train.steps}"
+            f"{named}"
         )
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield f"optimizer.betas = {list(optimizer.betas)}: each must be at least 0 and below 1"
 
 
 def idle_keys(config: RunConfig) -> Iterator[str]:
-    """Keys of the method and the schedule that would have no effect, one line each: whoever sets one expects it.
+    """Keys that would have no effect beside the others, one line each: whoever sets one expects it.
 
     A key is idle when it was given another value than its default and nothing in the run reads it. Defaults are never
     refused, so one file serves several methods as long as it says only what all of them use.
@@ -108,10 +121,21 @@ def idle_keys(config: RunConfig) -> Iterator[str]:
     no_norms = f'baseline = "{preset.baseline}" takes no gradient norms'
     mode = f'opob_mode = "{algorithm.opob_mode}"'
     opob = preset.needs_norms
+    weighs = (preset.linear and preset.is_level != "none" and preset.weights != "band") or (
+        preset.surrogate == "decoupled_ppo"
+    )
+    one_failure = (config.staleness.lag == "bounded", 'lag = "exact" ends with the first failure')
+    named_files = config.environment.data is not None or config.environment.heldout is not None
     #: section.key -> (it has an effect, why it has none)
     reads = {
         "algorithm.ratio_low": (preset.bounded, f"{method} does not bound ratios"),
         "algorithm.ratio_high": (preset.bounded, f"{method} does not bound ratios"),
+        "algorithm.is_threshold": (
+            weighs,
+            f'is_level = "{preset.is_level}" has no weight to truncate'
+            if preset.linear and preset.is_level == "none"
+            else f"{method} truncates no weight",
+        ),
         "algorithm.second_moment": (preset.statistic in SECOND_MOMENTS, f"{method} does not bound it"),
         "algorithm.opob_mode": (opob, no_norms),
         "algorithm.opob_weights": (
@@ -129,10 +153,23 @@ def idle_keys(config: RunConfig) -> Iterator[str]:
         "algorithm.ess_rule": (preset.ess_scaling, "ess_scaling = false"),
         "algorithm.base_ess_ratio": (preset.ess_scaling, "ess_scaling = false"),
         "optimizer.min_lr": (config.optimizer.schedule != "constant", 'schedule = "constant" does not end anywhere'),
+        "optimizer.schedule_steps": (config.optimizer.schedule != "constant", 'schedule = "constant" has no length'),
+        "train.start_optimizer": (config.train.start_from is not None, "train.start_from is not set"),
+        "staleness.adaptive_ess": (config.staleness.adaptive, "staleness.adaptive = false"),
+        "rollout.servers": (not config.rollout.addresses, "the servers of rollout.addresses are joined"),
+        "rollout.sync_wave": (config.staleness.lag == "bounded", 'lag = "exact" updates all servers together'),
+        "rollout.bucket_bytes": (config.rollout.sync != "disk", 'sync = "disk" writes whole folders'),
+        "rollout.max_prompt_failures": one_failure,
+        "rollout.max_failure_ratio": one_failure,
+        "environment.fields": (
+            named_files or ":" in config.environment.name,
+            "environment.data and environment.heldout are not set",
+        ),
     }
     for key, (has_effect, why) in reads.items():
         name, _, field = key.partition(".")
         section = getattr(config, name)
-        value, usual = getattr(section, field), type(section).model_fields[field].default
+        declared = type(section).model_fields[field]
+        value, usual = getattr(section, field), declared.get_default(call_default_factory=True)
         if not has_effect and value != usual:
             yield f"{key} = {json.dumps(value)}: has no effect, since {why}; remove it"

@@ -22,6 +22,8 @@ def expert_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         for name in ("expert", "expert_tensor"):
             if (value := getattr(parallel, name)) > 1:
                 yield f"parallel.{name} = {value}: {path} has no experts; use 1"
+        if parallel.expert_dispatcher != "alltoall" and parallel.pipeline == 1:
+            yield f'parallel.expert_dispatcher = "{parallel.expert_dispatcher}": {path} has no experts; remove it'
         return
     if experts.count % parallel.expert:
         yield f"parallel.expert = {parallel.expert}: does not divide the {experts.count} experts of {path}"

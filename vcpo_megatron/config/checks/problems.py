@@ -14,6 +14,7 @@ from ...run.errors import ConfigError
 from ..schema import RunConfig
 from .algorithm import algorithm_problems, idle_keys, training_problems
 from .experts import expert_problems
+from .limits import limit_problems
 from .parallel import parallel_problems, split_problems
 from .rollout import (
     generation_problems,
@@ -23,12 +24,15 @@ from .rollout import (
     weight_sync_problems,
 )
 from .servers import server_problems
+from .start import start_problems
 from .transformer_engine import engine_model_problems, engine_problems
 
 
-def problems(config: RunConfig) -> list[str]:
-    """Everything that keeps ``config`` from being run; empty when nothing does."""
+def problems(config: RunConfig, *, begins: bool = True) -> list[str]:
+    """Everything that keeps ``config`` from being run; empty when nothing does. ``begins``: from its start, not from a
+    checkpoint of its own, for which the weights that it started from are not needed any more."""
     found = [
+        *limit_problems(config),
         *parallel_problems(config),
         *engine_problems(config),
         *algorithm_problems(config),
@@ -53,6 +57,7 @@ def problems(config: RunConfig) -> list[str]:
         *expert_problems(config, shape),
         *model_rollout_problems(config, shape),
         *engine_model_problems(config, shape),
+        *(start_problems(config, shape) if begins else ()),
         *folder.weight_problems(path, shape),
         *folder.tokenizer_problems(path, shape),
         *folder.generation_problems(path, shape),

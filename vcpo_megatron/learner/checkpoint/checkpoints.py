@@ -12,6 +12,7 @@ saved them. Nothing in a step draws from them (there is no dropout), so another 
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import time
 from dataclasses import dataclass
@@ -23,18 +24,22 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 
+from ...config.checks.start import start_differences
+from ...config.load import written
+from ...config.process import NOTE_PREFIX
 from ...config.schema import RunConfig
 from ...models.identity import differences, shape_facts, weight_facts
-from ...run.directory import Manifest, RunDirectory
+from ...run.directory import Manifest, RunDirectory, read_manifest
 from ...run.integrity import changed_files
 from ...types import PolicyVersion
 from ..megatron.model import padded_vocabulary
 from ..megatron.parallel import Parallel
-from ..megatron.training import Trainable
+from ..megatron.training import Trainable, take_settings
 from ..step.step_size import EssState
 from . import rng
 from .distributed_optimizer import finish_loading, prepare_to_load
 from .errors import CheckpointError, reading, writing
+from .logprobs import load_weights
 from .saving import BackgroundSave, write_by_threads
 
 _T = TypeVar("_T")
@@ -87,6 +92,7 @@ class Checkpoints:
         learner = {
             "ess": dataclasses.asdict(ess),
             "schedule_steps": self._trainable.schedule.num_steps,
+            "learning_rate": self._trainable.scheduled_learning_rate(),
             "model": self._facts,
             "layout": self._layout(),
         }
@@ -96,6 +102,7 @@ class Checkpoints:
             version_number=version.number,
             learner=learner,
             orchestrator=orchestrator,
+            config=written(self._config),
         )
         self._saving = _Saving(manifest, BackgroundSave(request), started)
 
@@ -123,7 +130,38 @@ class Checkpoints:
         with reading(path):
             manifest = self._directory.manifest(step)
         self._compare(path, manifest.learner["model"])
-        self._verify(step, manifest)
+        earlier = [other for other in self._directory.complete_steps() if other < step]
+        back = f"resume from an earlier checkpoint with --from-step {earlier[-1]}" if earlier else "start a new run"
+        self._verify(path, manifest, back)
+        self._read(path)
+        self._trainable.schedule.num_steps = manifest.learner["schedule_steps"]
+        take_settings(self._trainable, self._config.optimizer)
+        if manifest.learner["layout"] == self._layout():
+            rng.load(self._directory.checkpoint(step) / "rng", self._parallel.rank)
+        self._say_rate(step, manifest.learner["learning_rate"])
+        return EssState(**manifest.learner["ess"])
+
+    def start_from(self, path: Path, *, optimizer: bool) -> None:
+        """Take the weights of the complete checkpoint in ``path``, of another run, and with ``optimizer`` the state of
+        its optimizer; schedule, ESS and generators are those of a new run. CheckpointError when it does not fit."""
+        with reading(path):
+            manifest = read_manifest(path)
+        if found := start_differences(manifest, self._config, self._trainable.shape):
+            raise CheckpointError(f"train.start_from = {path}: {'; '.join(found)}")
+        self._verify(path, manifest, "name another with train.start_from")
+        if optimizer:
+            self._read(path)
+        else:
+            with reading(path):
+                load_weights(self._trainable.chunks, path)
+            self._trainable.optimizer.reload_model_params()
+        take_settings(self._trainable, self._config.optimizer)
+        if self._parallel.rank == 0:
+            what = "weights and optimizer" if optimizer else "weights"
+            print(f"{NOTE_PREFIX}starts from the {what} of {path} ({manifest.version_number} steps)", flush=True)
+
+    def _read(self, path: Path) -> None:
+        """Parameters and optimizer of the checkpoint in ``path``."""
         prepare_to_load(self._trainable.optimizer)
         with reading(path):
             state = dist_checkpointing.load(self._state(loading=True), str(path))
@@ -131,10 +169,14 @@ class Checkpoints:
             chunk.load_state_dict(state[key], strict=False)  # extra states are not parameters
         self._trainable.optimizer.load_state_dict(state["optimizer"])
         finish_loading(self._trainable.optimizer)
-        self._trainable.schedule.num_steps = manifest.learner["schedule_steps"]
-        if manifest.learner["layout"] == self._layout():
-            rng.load(self._directory.checkpoint(step) / "rng", self._parallel.rank)
-        return EssState(**manifest.learner["ess"])
+
+    def _say_rate(self, step: int, before: float) -> None:
+        """The learning rate of the next step, and that which the checkpoint was saved with where it is another."""
+        now = self._trainable.scheduled_learning_rate()
+        if self._parallel.rank == 0:
+            text = f"learning rate of step {step}: {now:g}"
+            changed = not math.isclose(now, before, rel_tol=1e-9)
+            print(f"{NOTE_PREFIX}{text}, before this resume {before:g}" if changed else text, flush=True)
 
     def _compare(self, path: Path, saved: dict[str, Any]) -> None:
         """CheckpointError when the model of this run is not that of checkpoint ``path``, by its facts ``saved``."""
@@ -144,19 +186,16 @@ class Checkpoints:
                 "is held, is not that of the run: restore it, or start a new run"
             )
 
-    def _verify(self, step: int, manifest: Manifest) -> None:
-        """Every file of checkpoint ``step`` is what was written: each is read by one of the ranks. CheckpointError on
+    def _verify(self, path: Path, manifest: Manifest, remedy: str) -> None:
+        """Every file of checkpoint ``path`` is what was written: each is read by one of the ranks. CheckpointError on
         all ranks when one is not."""
-        path = self._directory.checkpoint(step)
         mine = changed_files(path, manifest.checksums, self._parallel.rank, self._parallel.world_size)
         changed = [phrase for phrases in self._of_all_ranks(mine) for phrase in phrases]
         if not changed:
             return
-        earlier = [other for other in self._directory.complete_steps() if other < step]
-        back = f"resume from an earlier checkpoint with --from-step {earlier[-1]}" if earlier else "start a new run"
         raise CheckpointError(
             f"checkpoint {path} has changed since it was written: {'; '.join(changed[:3])}"
-            f"{f' and {len(changed) - 3} more' if len(changed) > 3 else ''}; put its files back, or {back}"
+            f"{f' and {len(changed) - 3} more' if len(changed) > 3 else ''}; put its files back, or {remedy}"
         )
 
     def _of_all_ranks(self, mine: _T) -> list[_T]:

@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from ...config.schema import OptimizerConfig as OptimizerSection
 from ...config.schema import RunConfig
 from ...conversion.dtypes import torch_dtype
 from ...conversion.families.registry import Family, ModelShape
@@ -114,6 +115,15 @@ def build_trainable(config: RunConfig, parallel: Parallel, *, load: bool) -> Tra
     return Trainable(tuple(chunks), wrapped, optimizer, _schedule(config, optimizer), family, shape)
 
 
+def take_settings(trainable: Trainable, chosen: OptimizerSection) -> None:
+    """Have the optimizer do as ``chosen`` says after its state was read: Megatron keeps rates, decay and Adam's numbers
+    in that state, where those of the run that saved it are."""
+    for group in trainable.optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = chosen.lr, chosen.min_lr
+        group["betas"], group["eps"] = chosen.betas, chosen.eps
+    trainable.schedule.step(0)  # sets rate and weight decay of every group
+
+
 def _optimizer_config(config: RunConfig) -> OptimizerConfig:
     chosen = config.optimizer
     dtype = torch_dtype(config.model.dtype)
@@ -140,7 +150,7 @@ def _schedule(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParam
         max_lr=chosen.lr,
         min_lr=chosen.min_lr,
         lr_warmup_steps=chosen.warmup_steps,
-        lr_decay_steps=config.train.steps + 1,
+        lr_decay_steps=(chosen.schedule_steps or config.train.steps) + 1,
         lr_decay_style={"wsd": "WSD"}.get(chosen.schedule, chosen.schedule),
         start_wd=chosen.weight_decay,
         end_wd=chosen.weight_decay,

@@ -12,7 +12,7 @@ from typing import Any
 from ...models.families.registry import model_shape
 from ...models.folder import weight_problems
 from ...models.shape import SIZES, ShapeError
-from ...models.tokenizer import TokenizerError
+from ...models.tokenizer import TokenizerError, end_tokens
 from ...models.tokenizer import load_tokenizer as read_tokenizer
 from ...run.json_file import JsonFileError, read_json_object
 from .errors import ModelError
@@ -79,16 +79,10 @@ def context_length(config: Mapping[str, Any], requested: int | None) -> int:
 
 def stop_tokens(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     """End-of-sequence ids: of generation_config.json where it has them, else of config.json."""
-    path = folder / "generation_config.json"
-    value = _read_json(path).get("eos_token_id") if path.is_file() else None
-    if value is None:
-        value = config.get("eos_token_id")
-    if value is None:
-        return frozenset()
-    ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ModelError(f"{folder}: eos_token_id = {value!r} is no token id or list of them")
-    return frozenset(ids)
+    try:
+        return end_tokens(folder, config)
+    except TokenizerError as error:
+        raise ModelError(str(error)) from error
 
 
 def load_tokenizer(folder: Path) -> Any:
