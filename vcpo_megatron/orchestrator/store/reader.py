@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ...run.text import encodable
 from ...types import Group, Trajectory
 from .records import experts_of, trajectory_of
 from .schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, StoreError, store_errors
@@ -129,7 +130,7 @@ class StoreReader:
         ``step`` and ``prompt_id`` select. ``step`` is None for what was not trained; ``staleness`` is that of the
         trajectory itself, versions between its oldest token and the step.
         """
-        wanted = [("g.step = ?", step), ("g.prompt_id = ?", prompt_id)]
+        wanted = [("g.step = ?", step), ("g.prompt_id = ?", None if prompt_id is None else encodable(prompt_id))]
         where = [condition for condition, value in wanted if value is not None] or ["1"]
         query = (
             "SELECT g.step, g.prompt_id, g.group_id, t.sample_index, t.state, t.reason, g.step - t.oldest_version AS "

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...run.text import encodable
 from ...types import PolicyVersion, Trajectory, TrajectoryResult
 from .reader import StoreReader
 from .records import Answer, answers_of, answers_row, routing_row, sample_row
@@ -100,7 +101,7 @@ class RolloutStore(StoreReader):
             self._connection.execute(
                 "INSERT INTO groups (group_id, prompt_id, cursor_index, size, admitted_version, state) "
                 "VALUES (?, ?, ?, ?, ?, ?)",
-                (group_id, prompt_id, cursor_index, size, str(version), ADMITTED),
+                (group_id, encodable(prompt_id), cursor_index, size, str(version), ADMITTED),
             )
             self._connection.executemany(
                 "INSERT INTO trajectories (group_id, sample_index, state) VALUES (?, ?, ?)",
@@ -120,7 +121,7 @@ class RolloutStore(StoreReader):
             group = self._group(group_id)
             if group["state"] not in (ADMITTED, SAMPLED):
                 return False
-            if group["prompt_id"] != trajectory.prompt_id:
+            if group["prompt_id"] != encodable(trajectory.prompt_id):
                 raise StoreError(f"{what} is of prompt {trajectory.prompt_id!r}, not {group['prompt_id']!r}")
             versions = [version.number for version in trajectory.versions]
             found = self._connection.execute(
@@ -202,13 +203,13 @@ class RolloutStore(StoreReader):
             state = self._member_state(group_id, sample_index)
             self._connection.execute(
                 "UPDATE trajectories SET state = ?, reason = ? WHERE group_id = ? AND sample_index = ?",
-                (FAILED, reason, group_id, sample_index),
+                (FAILED, encodable(reason), group_id, sample_index),
             )
             self._totals[state] -= 1
             self._totals[FAILED] += 1
             self._end(group_id, DROPPED, "a member failed", at=self.steps_done())
             self._connection.execute(
-                "UPDATE groups SET state = ?, reason = ? WHERE group_id = ?", (FAILED, reason, group_id)
+                "UPDATE groups SET state = ?, reason = ? WHERE group_id = ?", (FAILED, encodable(reason), group_id)
             )
             return True
 
@@ -224,7 +225,7 @@ class RolloutStore(StoreReader):
                 raise StoreError(f"trajectory {group_id}/{sample_index} has ended before; it cannot be replaced")
             self._connection.execute(
                 "UPDATE trajectories SET state = ?, reason = ? WHERE group_id = ? AND sample_index = ?",
-                (FAILED, reason, group_id, sample_index),
+                (FAILED, encodable(reason), group_id, sample_index),
             )
             self._connection.execute(
                 "INSERT INTO trajectories (group_id, sample_index, state) VALUES (?, ?, ?)",
@@ -353,6 +354,7 @@ class RolloutStore(StoreReader):
 
     def _end(self, group_id: int, state: str, reason: str, *, at: int) -> None:
         """End a group and all its members that are not failed; ``at``: steps done."""
+        reason = encodable(reason)
         members = self._rows(
             "SELECT state, COUNT(*) AS n FROM trajectories WHERE group_id = ? AND state != ? GROUP BY state",
             (group_id, FAILED),
