@@ -43,7 +43,7 @@ from ..types import Batch, PolicyVersion
 from ..weight_sync.orchestrator import Transports, Updater
 from ..weight_sync.verification import ChecksumVerifier
 from .modes.batcher import Batcher
-from .modes.evaluation import Evaluation, evaluating_servers
+from .modes.evaluation import Evaluation, EvaluationResults, evaluating_servers
 from .modes.exact_lag import ExactRun, ExactSampler
 from .modes.failures import FailureWindow, PromptFailures
 from .modes.generation import Generation, GenerationRules, SamplingRules
@@ -257,6 +257,7 @@ class Controller:
             sync,
             ledger,
             trainer,
+            EvaluationResults(self._recorder, trainer.log),
             steps=self._parts.steps,
             lag=config.staleness.max_staleness,
             groups_per_step=config.train.groups_per_step,
@@ -298,7 +299,7 @@ class Controller:
             fleet,
             sync,
             self._rules(),
-            trainer.log,
+            EvaluationResults(self._recorder, trainer.log),
             start.versions,
             timeout_s=config.staleness.wait_s,
         )
