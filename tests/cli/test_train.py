@@ -277,7 +277,8 @@ def test_dry_run_without_torch(toml: Path, tmp_path: Path) -> None:
     changes = ["--set", "launch.learner_ranks=2", "--set", "parallel.tensor=2", "--set", "rollout.port=5000"]
     result = without_torch("train", str(toml), "--dry-run", "--run-dir", "x", *changes)
     assert (result.returncode, result.stderr) == (0, "")
-    text, _, table = result.stdout.partition("\nrole ")
+    text, _, rest = result.stdout.partition("\nrole ")
+    table, _, decided = rest.partition("\n\n")
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(text)
     assert load_resolved(resolved) == load_config(
@@ -289,6 +290,7 @@ def test_dry_run_without_torch(toml: Path, tmp_path: Path) -> None:
         ["learner", "1", "127.0.0.1", "cpu", "-", "x/logs/learner.1.log"],
         ["server", "0", "127.0.0.1", "cpu", "5000", "x/logs/server.0.log"],
     ]
+    assert decided.startswith("method ") and "rollout.port = 5000  (default 0)" in decided
     assert not Path("x").exists() and not Path("runs").exists()
 
 

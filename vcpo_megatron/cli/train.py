@@ -79,6 +79,7 @@ def _hours(text: str) -> float:
 def _train(args: argparse.Namespace) -> int:
     from ..config.load import dump_resolved
     from ..launch import resume
+    from ..planning.decisions import decisions
     from ..run.errors import ConfigError
     from ..run.output import surviving
 
@@ -99,6 +100,8 @@ def _train(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(dump_resolved(config))
         print(plan.table(directory.path))
+        print()
+        print(decisions(config))
         return DONE
 
     from ..launch import local

@@ -108,6 +108,7 @@ def _run_locked(
     disk = workspace.DiskWatch(directory)
 
     def watch() -> None:
+        progress.tick()
         for row in follower.poll():
             progress.show(row)
         for log in logs:

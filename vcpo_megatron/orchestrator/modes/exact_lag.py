@@ -247,7 +247,7 @@ class ExactRun:
         await self._trainer.checkpoint()
         if self._steps in self._evaluate and not self._stop.made:
             await self._evaluation(self._steps)
-        await self._trainer.tidy()
+        await self._trainer.end()
 
     async def _stage(self, step: int) -> None:
         started = time.monotonic()

@@ -21,6 +21,7 @@ from typing import Any
 
 from ...config.process import WARNING_PREFIX
 from ...config.schema import RunConfig
+from ...observability.learning import LearningWatch
 from ...observability.mismatch import MismatchWatch
 from ...run.directory import RunDirectory
 from ...run.tasks import RunError, StopRequest, cancel
@@ -67,6 +68,7 @@ class Trainer:
         self._step_ended = time.monotonic()
         self._skipped_in_a_row = 0
         self._mismatch = MismatchWatch(config)
+        self._learning = LearningWatch()
 
     @property
     def version(self) -> int:
@@ -98,6 +100,8 @@ class Trainer:
         if self.pacer is not None:
             self.pacer.observe(result.metrics.get("ess/ratio", math.nan))
         if warning := self._mismatch.observe(batch.step, result.metrics):
+            print(f"{WARNING_PREFIX}{warning}", flush=True)
+        if warning := self._learning.observe(batch):
             print(f"{WARNING_PREFIX}{warning}", flush=True)
         if result.skipped:
             print(f"step {batch.step} was skipped: {result.skipped}", flush=True)
@@ -169,6 +173,12 @@ class Trainer:
         seconds = await done
         print(f"checkpoint step_{step} written in {seconds:.1f} s", flush=True)
         await self.tidy()
+
+    async def end(self) -> None:
+        """The last step is done, and evaluated: tidy up, and say so where there was nothing to learn."""
+        await self.tidy()
+        if warning := self._learning.summary():
+            print(f"{WARNING_PREFIX}{warning}", flush=True)
 
     async def tidy(self) -> None:
         """Mark the checkpoint of the highest held-out accuracy, and remove those that are not to be kept; the same for
