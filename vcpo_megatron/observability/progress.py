@@ -36,12 +36,13 @@ class Progress:
         self._values: dict[str, float] = {}
         self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # (seconds, tokens) of a step
         self._printed_at = self._tick_at = -math.inf
-        self._begun, self._waits_for = time.monotonic(), ""
+        self._begun, self._starts, self._waits_for = time.monotonic(), True, ""
 
     def show(self, row: Mapping[str, Any]) -> None:
         self._values.update({name: value for name, value in row.items() if _is_finite(value)})
         if row["step"] < self.first_step:
             return
+        self._starts = False
         seconds = row.get("time/step")
         if _is_finite(seconds) and self._is_of_this_attempt(row):
             tokens = row.get("tokens/trained", 0.0)
@@ -65,7 +66,7 @@ class Progress:
         What matters most stands first; parts that do not fit ``width`` characters are left out whole. Before the first
         step it says who is waited for.
         """
-        if "step" not in self._values:
+        if self._starts:
             return f"starting ({_clock(time.monotonic() - self._begun)})  {self._waits_for}".rstrip()
         parts = [f"step {int(self._values['step']) + 1}/{self._steps}"]
         total = sum(seconds for seconds, _ in self._recent)
@@ -90,14 +91,14 @@ class Progress:
 
     def tick(self) -> None:
         """Called often: a run that starts shows on a terminal for how long."""
-        if "step" not in self._values and self._console.is_terminal and time.monotonic() >= self._tick_at:
+        if self._starts and self._console.is_terminal and time.monotonic() >= self._tick_at:
             self._tick_at = time.monotonic() + 1.0
             self._show_live()
 
     def say(self, message: str) -> None:
         """Print a line of its own above the live one; before the first step, who is waited for stands in that one."""
-        if "step" not in self._values and self._console.is_terminal and message.startswith(WAITING):
-            self._waits_for = message
+        if self._starts and self._console.is_terminal and message.startswith(WAITING):
+            self._waits_for = message.removeprefix(WAITING).removeprefix("the ")
             return self._show_live()
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 

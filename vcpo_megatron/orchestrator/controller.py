@@ -208,9 +208,9 @@ class Controller:
         async def say() -> None:
             started = time.monotonic()
             while True:
-                servers = f"; rollout servers: {ready(self._parts.fleet)}" if self._parts.fleet else ""
+                servers = f", servers ({ready(self._parts.fleet)})" if self._parts.fleet else ""
                 seconds = f"{time.monotonic() - started:.0f} s"
-                print(f"{NOTE_PREFIX}waiting for the learner ({self._link.doing}){servers} ({seconds})", flush=True)
+                print(f"{NOTE_PREFIX}waiting for the learner ({self._link.doing}){servers}, {seconds}", flush=True)
                 await asyncio.sleep(SAY_EVERY_S)
 
         await run_beside(connect(), say())

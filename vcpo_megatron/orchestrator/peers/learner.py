@@ -79,7 +79,7 @@ class LearnerLink:
         self._answers: dict[type, asyncio.Future[Any]] = {}
         self._last_message_at = time.monotonic()
         #: What it does, as it said last.
-        self.doing = "has not said hello"
+        self.doing = "loads its libraries"
         self._asked: dict[type, str] = {}
         self._given_up: set[type] = set()  # asked for by somebody who was cancelled, or lost patience
         self._connected = False
