@@ -215,6 +215,31 @@ def test_resume_without_a_directory_takes_the_newest(toml: Path, started: list[d
     assert started[0]["directory"] == Path("runs/job-20200101-000000-2")
 
 
+def test_a_run_directory_says_all_that_a_resume_needs(
+    toml: Path, started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store(Path("r"), toml, "train.seed=3")
+    assert cli.main(["train", "--resume", "--run-dir", "r", "--set", "train.steps=9"]) == 7
+    assert started[0]["config"] == load_config(toml, ["train.seed=3", "train.steps=9"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "RUN.toml: missing; give the configuration"),
+        (["--run-dir", "r"], "RUN.toml: missing; give the configuration"),
+        (["--resume"], "--resume: which run? give its directory with --run-dir"),
+    ],
+)
+def test_what_nothing_says_is_asked_for(
+    toml: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *arguments]) == 2
+    (line,) = errors(capsys)
+    assert line.startswith(says)
+
+
 @pytest.mark.parametrize("where", [[], ["--run-dir", "nowhere"]])
 def test_nothing_to_resume(toml: Path, where: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", str(toml), "--resume", *where]) == 2
@@ -252,7 +277,8 @@ def test_dry_run_without_torch(toml: Path, tmp_path: Path) -> None:
     changes = ["--set", "launch.learner_ranks=2", "--set", "parallel.tensor=2", "--set", "rollout.port=5000"]
     result = without_torch("train", str(toml), "--dry-run", "--run-dir", "x", *changes)
     assert (result.returncode, result.stderr) == (0, "")
-    text, _, table = result.stdout.partition("\nrole ")
+    text, _, rest = result.stdout.partition("\nrole ")
+    table, _, decided = rest.partition("\n\n")
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(text)
     assert load_resolved(resolved) == load_config(
@@ -264,6 +290,7 @@ def test_dry_run_without_torch(toml: Path, tmp_path: Path) -> None:
         ["learner", "1", "127.0.0.1", "cpu", "-", "x/logs/learner.1.log"],
         ["server", "0", "127.0.0.1", "cpu", "5000", "x/logs/server.0.log"],
     ]
+    assert decided.startswith("method ") and "rollout.port = 5000  (default 0)" in decided
     assert not Path("x").exists() and not Path("runs").exists()
 
 

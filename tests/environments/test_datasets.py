@@ -71,6 +71,35 @@ def test_a_bad_jsonl_file_names_path_line_and_remedy(tmp_path, text, expected):
     assert line.startswith(f"{path}: {expected}")
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{"prompt": "x"}\n{"prompt": "a\\ud83d"}\n', 2),
+        ('{"prompt": "x", "other": {"deep": ["y", "\\udc00"]}}\n', 1),  # read, though it is not wanted
+        ('\n\n{"prompt": "x", "\\ud83d": 1}\n', 3),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused_with_its_line(tmp_path, text, line):
+    path = write(tmp_path / "a.jsonl", text)
+    said = problem(path)
+    assert said.startswith(f"{path}: line {line}: ") and "half of a surrogate pair" in said
+    assert said.isprintable() and said.encode()
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"prompt": "\\ud83d\\ude00"}\n')
+    assert read_records(path, ("prompt",), {})[0].values == {"prompt": "\U0001f600"}
+
+
+def test_text_that_is_none_in_parquet_is_refused_with_its_row(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    broken = pyarrow.array([b"x", b"y", b"\xed\xa0\xbd"]).view(pyarrow.string())  # a half, as some encoders write it
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"prompt": broken}), path)
+    assert problem(path).startswith(f"{path}: row 3: ")
+
+
 def test_bad_paths_and_encodings(tmp_path):
     assert "no such file" in problem(tmp_path / "none.jsonl")
     assert "no such file" in problem(tmp_path / "none.parquet")

@@ -23,11 +23,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.launch import workspace
+from vcpo_megatron.launch.resume_command import resume_command
 from vcpo_megatron.run.directory import RunDirectory
 from vcpo_megatron.run.integrity import sealed
 
 PATIENCE_S = 60.0
+ROOT = Path(__file__).parents[2]
 
 
 def manifest(step: int = 0, attempt: int = 1) -> str:
@@ -188,10 +191,11 @@ def started(
     escape: bool = True,
     sections: dict | None = None,
     blocked: tuple[int, ...] = (),
+    redirection: str = "",
     **codes: str,
 ) -> Iterator[Run]:
     """``codes``: role, or role_rank for one rank, to the code of its stand-in. ``blocked``: signals that wait in every
-    process until it lets them in."""
+    process until it lets them in. ``redirection``: of the supervisor's output, as a shell has it."""
     codes = {"orchestrator": GOOD_ORCHESTRATOR, "learner": GOOD_LEARNER} | codes
     order = {
         "directory": str(directory),
@@ -202,7 +206,9 @@ def started(
         "codes": {name.replace("_", "."): code for name, code in codes.items()},
     }
     process = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, json.dumps(order)],
+        ["bash", "-c", f'set -o pipefail; "$@" {redirection}', "sh", sys.executable, "-c", DRIVER, json.dumps(order)]
+        if redirection
+        else [sys.executable, "-c", DRIVER, json.dumps(order)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -440,19 +446,64 @@ def test_first_signal_stops_after_a_checkpoint(tmp_path: Path, signum: int, expe
         run.nothing_left()
 
 
+def continued(environment: str = "modular_sum", directory: str = "/r") -> str:
+    sections = config(environment={"name": environment})
+    return resume_command(RunDirectory(Path(directory)), RunConfig.model_validate(sections))
+
+
 def test_the_command_to_continue_can_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "a venv" / "vcpo"
     script.parent.mkdir()
     script.touch(mode=0o755)
-    rest = " train /r/resolved.toml --run-dir /r --resume"
+    rest = " train --resume --run-dir /r"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", [str(script)])
-    assert workspace.resume_command(RunDirectory(Path("/r"))) == f"'{script}'{rest}"
+    assert continued() == f"'{script}'{rest}"
     monkeypatch.setattr(sys, "argv", ["/somewhere/__main__.py"])
     monkeypatch.setattr(sys, "executable", "/opt/python")
-    assert workspace.resume_command(RunDirectory(Path("/r"))) == f"/opt/python -m vcpo_megatron{rest}"
+    assert continued() == f"/opt/python -m vcpo_megatron{rest}"
     monkeypatch.setenv("PATH", str(script.parent))
-    assert workspace.resume_command(RunDirectory(Path("/r"))) == f"vcpo{rest}"
+    assert continued() == f"vcpo{rest}"
+    assert continued(directory="/a b").endswith(" --run-dir '/a b'")
+
+
+def test_the_command_to_continue_says_where_python_finds_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From any folder: entries of PYTHONPATH are from the root, and those that nothing needs are left out."""
+    tasks, other = tmp_path / "my tasks", tmp_path / "other"
+    for folder in (tasks, other):
+        folder.mkdir()
+    (tasks / "mine.py").touch()
+    (other / "pack").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "argv", ["/bin/vcpo"])
+    monkeypatch.setenv("PYTHONPATH", f"{tasks.name}{os.pathsep}{other}")
+    assert continued() == "/bin/vcpo train --resume --run-dir /r"
+    assert continued("mine:Task") == f"PYTHONPATH='{tasks}' /bin/vcpo train --resume --run-dir /r"
+    assert continued("pack.task:Task") == f"PYTHONPATH={other} /bin/vcpo train --resume --run-dir /r"
+    monkeypatch.setattr(sys, "executable", "/opt/python")
+    monkeypatch.setattr(sys, "argv", ["/somewhere/__main__.py"])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tasks)  # which ``python -m`` searches
+    assert continued("mine:Task") == (
+        f"PYTHONPATH='{ROOT}:{tasks}' /opt/python -m vcpo_megatron train --resume --run-dir /r"
+    )
+
+
+def test_a_run_whose_checkpoints_are_lost_is_not_told_to_simply_continue(tmp_path: Path) -> None:
+    lose = (
+        "(home / 'checkpoints').mkdir(); (home / 'checkpoints' / 'latest').write_text('step_2')\n"
+        "fail('the judge is down')\n"
+    )
+    with started(tmp_path, orchestrator=lose) as run:
+        code, out, _ = run.wait()
+    last = out.splitlines()[-1]
+    assert code == 1 and "continue with" not in last
+    assert "it cannot simply go on: " in last and "latest names step_2" in last
 
 
 def test_signal_before_the_orchestrator_listens(tmp_path: Path) -> None:
@@ -644,14 +695,65 @@ def test_a_full_disk_at_the_start_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_when_the_logs_cannot_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vcpo_megatron.launch import workspace
-    from vcpo_megatron.run.directory import RunDirectory
-
     assert workspace.full_disk(RunDirectory(tmp_path)) == ""
     monkeypatch.setattr(workspace.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
     assert workspace.full_disk(RunDirectory(tmp_path)) == (
         f"; no space left on device for {tmp_path}: free space, then resume the run"
     )
+
+
+def test_a_disk_that_fills_up_is_told_with_what_waits_and_again_when_there_is_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, now = [10**9], [0.0]
+    monkeypatch.setattr(workspace.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    monkeypatch.setattr(workspace.time, "monotonic", lambda: now[0])
+    watch = workspace.DiskWatch(RunDirectory(tmp_path))
+
+    def looks(bytes_free: int) -> list[str]:
+        free[0] = bytes_free
+        found = []
+        for _ in range(20):
+            now[0] += 0.5
+            found.append(watch.look())
+        return [line for line in found if line is not None]
+
+    assert looks(10**9) == []
+    (line,) = looks(4096)
+    assert line.startswith(f"vcpo: warning: {tmp_path}: no space left on its disk; ") and "generation pauses" in line
+    assert looks(10**9) == [f"{tmp_path}: its disk has space again"]
+
+
+@pytest.mark.parametrize(
+    ("redirection", "out", "err"),
+    [
+        ("| head -1", "starting at step 0", "standard output cannot be written (Broken pipe)"),
+        ("2>&1 | head -1", "starting at step 0", ""),
+        (">&- 2>&-", "", ""),
+        ("> /dev/full", "", "standard output cannot be written (No space left on device)"),
+    ],
+)
+def test_a_terminal_that_is_gone_costs_nothing(tmp_path: Path, redirection: str, out: str, err: str) -> None:
+    rows = "\nfor step in range(3):\n    time.sleep(0.2); row(step=step)\n(home / 'stop').touch()\n"
+    with started(tmp_path / "run", orchestrator=rows, redirection=redirection) as run:
+        code, said, errors = run.wait()
+        run.nothing_left()
+    assert code == 0
+    assert out in said and len(said.splitlines()) == (1 if out else 0)
+    assert err in errors and len(errors.splitlines()) == (1 if err else 0)
+    assert "--run-dir" not in errors and "Traceback" not in errors
+    log = (tmp_path / "run" / "logs" / "supervisor.0.log").read_text().splitlines()
+    assert "starting at step 0" in log[0]
+    assert log[-1].endswith(f"done: 3 of 3 steps; run directory: {tmp_path / 'run'}")
+
+
+def test_why_a_run_failed_is_in_the_log_when_the_terminal_is_gone(tmp_path: Path) -> None:
+    with started(tmp_path, orchestrator="fail('the judge is down')", redirection="> /dev/full 2>&1") as run:
+        code, said, errors = run.wait()
+    assert (code, said, errors) == (1, "", "")
+    log = (tmp_path / "logs" / "supervisor.0.log").read_text()
+    assert "vcpo: error: orchestrator ended with exit code 1" in log and "the judge is down" in log
+    assert "continue with: " in log
 
 
 def test_metrics_that_were_removed_are_noticed_at_the_end(tmp_path: Path) -> None:

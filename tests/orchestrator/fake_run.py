@@ -328,6 +328,7 @@ class FakeLearner(threading.Thread):
         self.errors: list[str] = []
         self.at_step: Callable[[int], None] = lambda step: None
         self.cannot_load: str | None = None
+        self.before_loaded: Callable[[ControlClient], None] = lambda client: None
         self.error_at: int | None = None
         self.silent_at: int | None = None
         self.skips: set[int] = set()
@@ -350,6 +351,7 @@ class FakeLearner(threading.Thread):
             if self.cannot_load is not None:
                 client.send(Error("learner rank 0", self.cannot_load))
                 return
+            self.before_loaded(client)
             client.send(Loaded(self.version))
             sender = threading.Thread(target=self._send_weights, args=(client,), daemon=True)
             sender.start()

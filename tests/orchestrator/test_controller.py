@@ -6,12 +6,14 @@ import asyncio
 import json
 import re
 import sqlite3
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config, stopped_while_it_samples
+from vcpo_megatron.orchestrator import controller as controller_module
 from vcpo_megatron.orchestrator.modes.metrics_log import MetricsLog
 from vcpo_megatron.orchestrator.modes.trainer import Trainer
 from vcpo_megatron.orchestrator.peers import servers
@@ -22,7 +24,7 @@ from vcpo_megatron.rollout.fleet.fleet import FleetError
 from vcpo_megatron.run.directory import RunDirectory
 from vcpo_megatron.run.integrity import sealed
 from vcpo_megatron.run.tasks import RunError, StopRequest
-from vcpo_megatron.transport.messages import ControlError
+from vcpo_megatron.transport.messages import ControlError, Heartbeat
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -219,7 +221,7 @@ async def kill_server(run: FakeRun, controller: Any) -> None:
 
 
 def test_a_dead_server_ends_the_run_when_no_restart_is_allowed(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path, config(train={"steps": 1000}), during=kill_server)
+    run = FakeRun(tmp_path, config(train={"steps": 1000}, rollout={"max_restarts": 0}), during=kill_server)
     with pytest.raises(
         FleetError, match=r"rollout server 0 died \(exit code -9\), see .*server.0.log; rollout.max_restarts is 0"
     ):
@@ -319,6 +321,34 @@ def test_a_slow_start_of_the_servers_is_said_and_is_no_alarm(
     )
     # A busy machine may stand still for so long once they have started.
     assert not [line for line in out[: said[-1]] if "nothing moved" in line]
+
+
+def test_a_slow_learner_is_waited_for_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_module, "SAY_EVERY_S", 0.1)
+    said: list[str] = []
+    may_load = threading.Event()
+
+    async def during(run: FakeRun, controller: Any) -> None:
+        while not any("(builds the model)" in line for line in said):
+            await asyncio.sleep(0.01)
+            said.extend(capsys.readouterr().out.splitlines())
+        may_load.set()
+
+    def loading(client: Any) -> None:
+        client.send(Heartbeat("learner", "builds the model"))
+        may_load.wait(30)
+
+    run = FakeRun(tmp_path, config(train={"steps": 1}), servers=2, during=during)
+    run.learner.before_loaded = loading
+    assert run.run() == "run ended"
+    waits = [line for line in said if line.startswith("vcpo: note: waiting for the learner (")]
+    assert re.fullmatch(
+        r"vcpo: note: waiting for the learner \(builds the model\), servers \([0-2] of 2 ready\), \d+ s",
+        waits[-1],
+    )
+    assert "learner and 2 servers hold version 1.0: the first batch is being sampled" in capsys.readouterr().out
 
 
 # --- checkpoints and resume -------------------------------------------------------------------

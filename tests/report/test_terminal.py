@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.orchestrator.store.test_store import V0, sample_group, trajectory
 from tests.orchestrator.store.test_store_policies import report, train
 from vcpo_megatron.orchestrator.store.store import RolloutStore
+from vcpo_megatron.report.tables import aligned
 from vcpo_megatron.report.terminal import steps_a_row
 from vcpo_megatron.types import PolicyVersion
 
@@ -122,3 +124,50 @@ def test_rows_are_of_the_summary(path: Path, capsys: pytest.CaptureFixture[str])
         pass
     refused = "vcpo: error: --rows bounds the rows of steps, and here trajectories are asked for; leave it out"
     assert report(capsys, path, "--rows", "3", "--json") == (2, [refused])
+
+
+FIRST = {"step": 0, "loss": -0.5, "reward/mean": 0.25, "ess/ratio": 1.0, "lr/effective": 1e-6, "kl/behavior": 0.001}
+SECOND = {"step": 1, "loss": 0.25, "reward/mean": 0.75, "ess/ratio": 0.5, "lr/effective": 7.1e-7, "kl/behavior": 0.003}
+TIMES = ("time/step", "time/wait_batch", "time/forward_backward", "time/sync", "eval/accuracy")
+METRICS = [
+    FIRST | dict(zip(TIMES, (12.0, 2.0, 9.0, 1.5, 0.125), strict=True)),
+    SECOND | dict(zip(TIMES, (8.0, 0.0, 7.0, None, None), strict=True)),
+    {"step": 2, "loss": 0.125},
+]
+LEARNED = "step accuracy reward loss lr ESS KL s/step s/wait s/train s/sync"
+
+
+def learned(path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    with RolloutStore(path) as store:
+        for step in range(3):
+            sample_group(store, step)
+            train(store, step, step)
+    path.with_name("metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS) + "no row\n")
+    lines = words(report(capsys, path, *arguments)[1])
+    return lines[lines.index("") + 1 :]
+
+
+def test_how_well_it_learned_by_step(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert learned(path, capsys)[:4] == [
+        LEARNED,
+        "0 0.1250 0.250 -0.5 1.0e-06 1.00 0.001 12.0 2.0 9.0 1.5",
+        "1 - 0.750 0.25 7.1e-07 0.50 0.003 8.0 0.0 7.0 -",
+        "2 - - 0.12 - - - - - - -",
+    ]
+
+
+def test_how_well_it_learned_by_several_steps(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Means, but for accuracy and rate: the newest."""
+    assert learned(path, capsys, "--rows", "2")[:3] == [
+        LEARNED,
+        "0-1 0.1250 0.500 -0.12 7.1e-07 0.75 0.002 10.0 1.0 8.0 1.5",
+        "2 - - 0.12 - - - - - - -",
+    ]
+
+
+@pytest.mark.parametrize(("width", "columns"), [(None, 11), (100, 11), (80, 9), (40, 4), (1, 1)])
+def test_a_table_fits_the_terminal(width: int | None, columns: int) -> None:
+    table = [LEARNED.split(), "3400-3599 0.1250 0.250 -0.0012 1.0e-06 1.00 0.0012 12.0 2.0 9.0 1.5".split()]
+    lines = aligned(table, width)
+    assert [len(line.split()) for line in lines] == [columns, columns]
+    assert width in (None, 1) or len(lines[0]) <= width

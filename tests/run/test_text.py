@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vcpo_megatron.run.text import one_line, printable
+from vcpo_megatron.run.text import encodable, one_line, printable
 
 
 def test_printable() -> None:
@@ -18,3 +18,10 @@ def test_one_line() -> None:
     assert one_line("x" * 20, 10) == "xxxxxx ..."
     assert one_line("") == ""
     assert one_line(ValueError("a\tb")) == "a b"
+
+
+def test_encodable() -> None:
+    assert encodable("plain, é, 漢 😀\n") == "plain, é, 漢 😀\n"
+    assert encodable("\ud83d and \udcff") == "\\ud83d and \\udcff"
+    assert encodable("é 😀", "latin-1") == "é \\U0001f600"
+    assert one_line("half \ud83d") == "half \\ud83d"

@@ -43,8 +43,15 @@ def refuse(problems: Sequence[str], code: int = BAD_USAGE) -> int:
 def note(text: str) -> None:
     """One line on standard error that changes nothing: what a user may want to know."""
     from ..config.process import NOTE_PREFIX
+    from ..run.text import printable
 
-    print(NOTE_PREFIX + text, file=sys.stderr)
+    print(NOTE_PREFIX + printable(text), file=sys.stderr)
+
+
+def lost_output(error: OSError) -> None:
+    """``run.output.surviving`` could not write: standard error hears of it, where that is not the one."""
+    if error.filename == "standard output":
+        note(f"{error.filename} cannot be written ({error.strerror}): the work goes on without it")
 
 
 def say(text: str) -> None:

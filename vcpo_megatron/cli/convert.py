@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .common import DONE, FAILED, INTERRUPTED, Command, add_command, positive, refuse, say
+from .common import DONE, FAILED, INTERRUPTED, Command, add_command, lost_output, positive, refuse, say
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,14 +153,15 @@ def _guarded(run: Command) -> Command:
     def guarded(args: argparse.Namespace) -> int:
         try:
             from ..conversion.errors import ConversionError
+            from ..run.output import surviving
 
             try:
-                with _stopped_by_signals():
+                with _stopped_by_signals(), surviving(lost_output):  # hours of work need no reader
                     return run(args)
             except ConversionError as error:
                 return refuse([str(error)], FAILED)
             except OSError as error:
-                if error.filename is None:  # standard output's
+                if error.filename is None:
                     raise
                 return refuse([f"{error.filename}: {error.strerror}"], FAILED)
         except KeyboardInterrupt as stop:

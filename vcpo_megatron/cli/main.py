@@ -1,42 +1,55 @@
 """The command ``vcpo``: parse first, import what a command needs after.
 
 Exit codes: 0 done, 1 failed, 2 bad usage or configuration; 129, 130 and 143 stopped by SIGHUP, SIGINT and SIGTERM, 138
-by SIGUSR1 or --max-hours, after a checkpoint; 141 the reader of its output went away.
+by SIGUSR1 or --max-hours, after a checkpoint; 141 the reader of its output went away. A run (``vcpo train``) needs
+nobody who reads its output: it goes on without.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import sys
 from collections.abc import Sequence
 
-from .common import INTERRUPTED, PIPE_CLOSED, refuse
+from .common import DONE, INTERRUPTED, PIPE_CLOSED, refuse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    from ..run.output import drop, named_output, open_standard_streams
+
+    open_standard_streams()  # before they are remembered
+    stdout, stderr = sys.stdout, sys.stderr
     try:
-        try:
-            args = _parser().parse_args(argv)
-            return args.command(args)
-        finally:
-            sys.stdout.flush()  # here, where a full disk or a reader that went away can still be said
+        with named_output():
+            return _run(argv)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _drop_output()
+        drop(stdout)
+        drop(stderr)
         return PIPE_CLOSED
     except OSError as error:
-        _drop_output()
-        return refuse([f"{error.filename or 'standard output'}: {error.strerror}"])
+        if error.filename == "standard output":
+            drop(stdout)
+        what = f"{error.filename}: " if error.filename else ""
+        return refuse([f"{what}{error.strerror or error}"])
+    finally:
+        try:
+            stderr.flush()
+        except (OSError, ValueError):  # there is nowhere to say it
+            drop(stderr)
 
 
-def _drop_output() -> None:
-    """What standard output still holds cannot be written; the interpreter must not try again at its end."""
-    with contextlib.suppress(OSError, ValueError):  # a stand-in without a descriptor
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        if not (sys.argv[1:] if argv is None else argv):
+            _parser().print_help()
+            return DONE
+        args = _parser().parse_args(argv)
+        return int(args.command(args))
+    finally:
+        sys.stdout.flush()  # here, where a full disk or a reader that went away can still be said
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""``vcpo report``: what a run did, by step or trajectory by trajectory."""
+"""``vcpo report``: what a run did, by step or trajectory by trajectory, and what its evaluations got."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def add_report(commands: Any) -> None:
         _report,
         help="say what a run did",
         description="Say what a run did, also while it goes on: step by step what was trained, dropped and failed, and "
-        "why. With --step, --prompt, --trajectories, --text or --json, say what became of each trajectory: the step it "
-        "was trained at, its staleness, weight and reward, or why it was not trained.",
+        "why, and accuracy, loss, rate, ESS, KL and times. With --step, --prompt, --trajectories, --text or --json, "
+        "say what became of each trajectory: the step it was trained at, its staleness, weight and reward, or why it "
+        "was not trained. With --eval, say what evaluations got, prompt by prompt.",
         example="vcpo report runs/first --step 12 --text",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
@@ -33,30 +34,44 @@ def add_report(commands: Any) -> None:
     )
     parser.add_argument("--step", type=int, metavar="N", help="the trajectories that step N consumed")
     parser.add_argument("--prompt", metavar="ID", help="the trajectories of this prompt")
+    parser.add_argument(
+        "--eval",
+        action="store_true",
+        help="the held-out prompts and their answers by the newest version that was evaluated; with --step N, by that "
+        "of N steps, with --prompt ID, by every version",
+    )
     parser.add_argument("--trajectories", "--data", action="store_true", help="the trajectories of the whole run")
     parser.add_argument("--text", action="store_true", help="their prompts and answers too, by the run's tokenizer")
     parser.add_argument("--json", action="store_true", help="one JSON object a trajectory, then one with the totals")
 
 
 def _report(args: argparse.Namespace) -> int:
+    from ..observability.sinks import read_rows
     from ..orchestrator.store.schema import StoreError
     from ..orchestrator.store.store import RolloutStore
+    from ..report.heldout import print_evaluations
     from ..report.terminal import print_history, print_summary
     from ..report.transcript import Transcripts
     from ..run.directory import RunDirectory
     from ..run.errors import ConfigError
 
     directory = RunDirectory(args.run_dir)
-    one_by_one = args.trajectories or args.text or args.json or args.step is not None or args.prompt is not None
+    one_by_one = (
+        args.eval or args.trajectories or args.text or args.json or args.step is not None or args.prompt is not None
+    )
     if one_by_one and args.rows is not None:
         return refuse(["--rows bounds the rows of steps, and here trajectories are asked for; leave it out"])
     try:
         with RolloutStore.open_readonly(directory.store) as store:
-            if one_by_one:
-                transcripts = Transcripts(store, directory) if args.text else None
+            transcripts = Transcripts(store, directory) if args.text else None
+            if args.eval:
+                print_evaluations(
+                    store, version=args.step, prompt_id=args.prompt, as_json=args.json, transcripts=transcripts
+                )
+            elif one_by_one:
                 print_history(store, step=args.step, prompt_id=args.prompt, as_json=args.json, transcripts=transcripts)
             else:
-                print_summary(store, most_rows=args.rows or _ROWS)
+                print_summary(store, read_rows(directory.metrics), most_rows=args.rows or _ROWS)
     except (StoreError, ConfigError) as error:
         return refuse([str(error)], FAILED)
     return DONE

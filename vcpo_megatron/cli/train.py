@@ -30,7 +30,13 @@ def add_train(commands: Any) -> None:
         description="Train a model as a configuration file says.",
         example="vcpo train examples/modular_sum_cpu/run.toml --set train.steps=40 --run-dir runs/first",
     )
-    parser.add_argument("config", type=Path, metavar="RUN.toml", help="the configuration")
+    parser.add_argument(
+        "config",
+        type=Path,
+        nargs="?",
+        metavar="RUN.toml",
+        help="the configuration; --resume needs none where --run-dir says which run",
+    )
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -75,7 +81,9 @@ def _train(args: argparse.Namespace) -> int:
     from ..config.checks.start import start_checkpoint
     from ..config.load import dump_resolved
     from ..launch import resume
+    from ..planning.decisions import decisions
     from ..run.errors import ConfigError
+    from ..run.output import surviving
 
     try:
         directory, config, notes = _resumed(args) if args.resume else _fresh(args)
@@ -83,8 +91,9 @@ def _train(args: argparse.Namespace) -> int:
         plan = _plan(directory, config, resume=args.resume, warn=warn)
     except ConfigError as error:
         return refuse(error.problems)
-    for text in notes:
-        note(text)
+    with surviving():
+        for text in notes:
+            note(text)
     if args.resume and args.from_step is None and resume.is_finished(directory, config):
         print(
             f"{directory.path}: already finished: all {config.train.steps} steps are done; to go on, raise "
@@ -96,6 +105,8 @@ def _train(args: argparse.Namespace) -> int:
         print(plan.table(directory.path))
         if config.train.start_from is not None and not args.resume:
             print(f"starts from the weights of {start_checkpoint(config.train.start_from)}")
+        print()
+        print(decisions(config))
         return DONE
 
     from ..launch import local
@@ -111,6 +122,8 @@ def _fresh(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[str]
 
     if args.from_step is not None:
         raise ConfigError(["--from-step: only with --resume"])
+    if args.config is None:
+        raise ConfigError(["RUN.toml: missing; give the configuration, as in vcpo train RUN.toml"])
     config = load_config(args.config, args.overrides)
     return RunDirectory(args.run_dir or new_run_directory(args.config)), config, []
 
@@ -119,10 +132,13 @@ def _resumed(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[st
     from ..launch.resume import changes, ignored_changes, resumed_config
     from ..launch.workspace import newest_run_directory
     from ..run.directory import RunDirectory
+    from ..run.errors import ConfigError
 
+    if args.run_dir is None and args.config is None:
+        raise ConfigError(["--resume: which run? give its directory with --run-dir, or the RUN.toml of the newest one"])
     directory = RunDirectory(args.run_dir or newest_run_directory(args.config))
     config = resumed_config(directory, args.overrides, args.from_step)
-    ignored = ignored_changes(config, args.config, args.overrides)
+    ignored = ignored_changes(config, args.config, args.overrides) if args.config else []
     text = f"resuming with {directory.resolved}; {args.config} differs in {', '.join(ignored)}: not used"
     changed = [f"the resume changes {change}" for change in changes(directory, config)]
     return directory, config, [*([text] if ignored else []), *changed]

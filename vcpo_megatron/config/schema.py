@@ -247,7 +247,7 @@ class RolloutConfig(Section):
     sync_wave: int = Field(1, ge=1, description="servers that are updated, hence paused, at a time")
     verify_sync: bool = Field(False, description="compare checksums of what a server holds after every update")
     bucket_bytes: int = Field(256 << 20, ge=1, description="bytes of weights that are sent at a time")
-    max_restarts: int = Field(0, ge=0, description="restarts of a server that died, before its death ends the run")
+    max_restarts: int = Field(3, ge=0, description="restarts of a server that died, before its death ends the run")
     on_failure: Literal["drop", "resample"] = Field(
         "drop", description="a failed trajectory ends its group, or another sample takes its place"
     )

@@ -30,6 +30,8 @@ from typing import Any, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from ..run.text import encodable
+
 
 class EnvironmentSetupError(ValueError):
     """The environment cannot be made as configured. ``problems``: one line each, with its remedy."""
@@ -45,6 +47,10 @@ class Example:
 
     prompt_id: str
     data: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        """The id goes into messages, request ids and the store, all of them UTF-8: it is escaped once, here."""
+        object.__setattr__(self, "prompt_id", encodable(self.prompt_id))
 
 
 @dataclass(frozen=True)

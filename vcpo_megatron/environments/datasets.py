@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..run.text import encodable, one_line
 from .base import EnvironmentSetupError
 
 
@@ -43,7 +44,10 @@ def read_records(path: Path, wanted: Sequence[str], fields: Mapping[str, str]) -
             f"it reads {', '.join(map(repr, wanted))}"
         )
     names = {name: fields.get(name, name) for name in wanted}
-    records = [DatasetRecord(where, _pick(record, names, where)) for where, record in readers[path.suffix](path)]
+    records = []
+    for where, record in readers[path.suffix](path):
+        _refuse_lone_surrogates(record, where)
+        records.append(DatasetRecord(where, _pick(record, names, where)))
     if not records:
         raise EnvironmentSetupError(f"{path}: the file holds no record; give at least one")
     return records
@@ -63,6 +67,22 @@ def _pick(record: Mapping[str, Any], names: Mapping[str, str], where: str) -> di
                 )
             )
     return {name: record[column] for name, column in names.items()}
+
+
+def _refuse_lone_surrogates(value: Any, where: str) -> None:
+    """Half of a pair ("\\ud83d" in JSON) is no character: no tokenizer, message or file could hold it."""
+    match value:
+        case str() if encodable(value) != value:
+            raise EnvironmentSetupError(
+                f"{where}: '{one_line(value, 80)}' has half of a surrogate pair, which is no character; correct the row"
+            )
+        case dict():
+            for key, item in value.items():
+                _refuse_lone_surrogates(key, where)
+                _refuse_lone_surrogates(item, where)
+        case list() | tuple():
+            for item in value:
+                _refuse_lone_surrogates(item, where)
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -100,12 +120,27 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             f"{path}: reading parquet needs pyarrow; pip install pyarrow, or convert the file to JSONL"
         ) from error
     try:
-        records = pyarrow.parquet.read_table(path).to_pylist()
+        table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise EnvironmentSetupError(f"{path}: not a readable parquet file ({reason}); correct the file") from error
-    for number, record in enumerate(records, start=1):
-        yield f"{path}: row {number}", record
+    first = 1
+    for batch in table.to_batches():
+        where = [f"{path}: row {first + index}" for index in range(len(batch))]
+        first += len(batch)
+        try:
+            records = batch.to_pylist()
+        except UnicodeDecodeError:  # row by row, to name the one
+            records = [_row(batch, index, place) for index, place in enumerate(where)]
+        yield from zip(where, records, strict=True)
+
+
+def _row(batch: Any, index: int, where: str) -> Mapping[str, Any]:
+    try:
+        (record,) = batch.slice(index, 1).to_pylist()
+    except UnicodeDecodeError as error:
+        raise EnvironmentSetupError(f"{where}: holds text that is no UTF-8 ({error}); correct the row") from error
+    return record
 
 
 class ShuffledOrder:

@@ -22,19 +22,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..config.load import dump_resolved
-from ..config.process import ERROR_PREFIX, WARNING_PREFIX, ProcessContext
+from ..config.process import ProcessContext
 from ..config.schema import RunConfig
 from ..observability.progress import Progress
 from ..observability.sinks import JsonlFollower, read_rows
 from ..run.directory import RunDirectory, write_atomically
 from ..run.errors import ConfigError
+from ..run.output import surviving
 from ..transport.child import start_child
 from . import workspace
 from .devices import visible_gpus
 from .placement import MODULES, PlacementError, Plan, Process, plan_local
 from .ports import PortError, Ports, choose_ports
+from .resume_command import resume_command
 from .start import settled
 from .supervision import Child, Ending, Supervisor, caught_signals, no_orphans
+from .terminal import Terminal
 from .warnings import LogWarnings
 
 HOST = "127.0.0.1"
@@ -67,31 +70,38 @@ def run(
     """Run ``config`` in ``directory`` to its end and return the exit code for the shell; see the module.
 
     Call it from the main thread. ``command`` makes the command line of a process (tests start small stand-ins).
+    Whatever happens to standard output and standard error meanwhile, the run goes on.
     """
-    directory = RunDirectory(directory.path.resolve())
-    try:
-        plan = plan_local(config, gpus=visible_gpus(), host=HOST)
-        ports = choose_ports(plan)  # before anything is written: a port in use leaves no trace
-        workspace.prepare(directory)
-        with workspace.locked(directory):
-            return _run_locked(config, directory, options, command, plan, ports)
-    except (workspace.RunDirectoryError, PortError, PlacementError, ConfigError) as error:
-        _complain(str(error))
-        return 1
-    except BrokenPipeError:
-        raise  # of whoever reads our output
-    except OSError as error:
-        _complain(f"{error.filename or directory.path}: {error.strerror}; free space, or choose another with --run-dir")
+    directory, terminal = RunDirectory(directory.path.resolve()), Terminal()
+    with surviving(terminal.lost):
+        try:
+            plan = plan_local(config, gpus=visible_gpus(), host=HOST)
+            ports = choose_ports(plan)  # before anything is written: a port in use leaves no trace
+            workspace.prepare(directory)
+            with workspace.locked(directory):
+                return _run_locked(config, directory, options, command, plan, ports, terminal)
+        except (workspace.RunDirectoryError, PortError, PlacementError, ConfigError) as error:
+            terminal.complain(str(error))
+        except OSError as error:
+            where = error.filename or directory.path
+            terminal.complain(f"{where}: {error.strerror}; free space, or choose another with --run-dir")
         return 1
 
 
 def _run_locked(
-    config: RunConfig, directory: RunDirectory, options: LaunchOptions, command: Command, plan: Plan, ports: Ports
+    config: RunConfig,
+    directory: RunDirectory,
+    options: LaunchOptions,
+    command: Command,
+    plan: Plan,
+    ports: Ports,
+    terminal: Terminal,
 ) -> int:
     if not options.resume:
         workspace.refuse_used(directory)
         config = settled(config, datetime.date.today())
-    context = _context(directory, plan, ports, options)
+    terminal.keep_in(directory.log("supervisor", 0))
+    context = _context(directory, plan, ports, options, terminal)
     directory.proposed.unlink(missing_ok=True)
     write_atomically(directory.proposed if options.resume else directory.resolved, dump_resolved(config))
     progress = Progress(config.train.steps, first_step=context.resume_step or 0)
@@ -99,15 +109,25 @@ def _run_locked(
     follower.poll()  # rows of an earlier attempt: the orchestrator is about to cut them back
 
     logs = [LogWarnings(directory.path / process.log) for process in (plan.orchestrator, plan.learners[0])]
+    disk = workspace.DiskWatch(directory)
 
     def watch() -> None:
+        progress.tick()
         for row in follower.poll():
             progress.show(row)
         for log in logs:
             for line in log.poll():
-                progress.say(line)
+                terminal.say(line)
+        if (news := disk.look()) is not None:
+            terminal.say(news)
 
-    with caught_signals() as signals, no_orphans(), _guarded(context.token), contextlib.closing(progress):
+    with (
+        caught_signals() as signals,
+        no_orphans(),
+        _guarded(context.token),
+        contextlib.closing(progress),
+        terminal.shown_by(progress.say),
+    ):
         children = [_start(process, plan, ports, context, command) for process in (plan.orchestrator, *plan.learners)]
         supervisor = Supervisor(
             children,
@@ -115,28 +135,27 @@ def _run_locked(
             timeout_s=config.launch.timeout_s,
             max_hours=options.max_hours,
             watch=watch,
-            say=progress.say,
+            say=terminal.say,
         )
         ending = supervisor.run()
         watch()
-    _report(ending, config, directory)
+    _report(ending, config, directory, terminal)
     return ending.exit_code
 
 
-def _context(directory: RunDirectory, plan: Plan, ports: Ports, options: LaunchOptions) -> ProcessContext:
+def _context(
+    directory: RunDirectory, plan: Plan, ports: Ports, options: LaunchOptions, terminal: Terminal
+) -> ProcessContext:
     step = workspace.chosen_checkpoint(directory, options.from_step) if options.resume else None
     attempt = workspace.next_attempt(directory)
     if not options.resume:
-        print(f"{directory.path}: starting at step 0; what every process says is in logs/", flush=True)
+        terminal.say(f"{directory.path}: starting at step 0; what every process says is in logs/")
     else:
         where = "no complete checkpoint yet: starting at step 0" if step is None else f"resuming from step_{step}"
-        print(f"{directory.path}: {where}", flush=True)
+        terminal.say(f"{directory.path}: {where}")
     if step is not None and (newer := directory.newer_than(step)):
         names = ", ".join(f"step_{other}" for other in newer)
-        print(
-            f"newer checkpoints move to checkpoints/abandoned/attempt_{attempt} when the run goes on: {names}",
-            flush=True,
-        )
+        terminal.say(f"newer checkpoints move to checkpoints/abandoned/attempt_{attempt} when the run goes on: {names}")
     return ProcessContext(
         run_dir=directory.path,
         attempt=attempt,
@@ -206,41 +225,39 @@ def _guarded(token: str) -> Iterator[None]:
             guard.wait(timeout=5.0)
 
 
-def _complain(message: str) -> None:
-    print(f"{ERROR_PREFIX}{message}", file=sys.stderr, flush=True)
-
-
-def _warn(message: str) -> None:
-    print(f"{WARNING_PREFIX}{message}", file=sys.stderr, flush=True)
-
-
-def _report(ending: Ending, config: RunConfig, directory: RunDirectory) -> None:
+def _report(ending: Ending, config: RunConfig, directory: RunDirectory, terminal: Terminal) -> None:
     """The last lines of a run: what happened, what was reached, how to go on."""
     for warning in ending.warnings:
-        _warn(warning)
+        terminal.warn(warning)
     if ending.error is not None:
-        _complain(ending.error + workspace.full_disk(directory))
+        terminal.complain(ending.error + workspace.full_disk(directory))
     rows = read_rows(directory.metrics)
     done = int(rows[-1]["step"]) + 1 if rows else 0
     newest = workspace.newest_checkpoint(directory) or 0
     if ending.exit_code == 0 and done < newest:
-        _warn(f"{directory.metrics} holds {done} of {newest} steps: it was removed or changed while the run wrote it")
+        terminal.warn(
+            f"{directory.metrics} holds {done} of {newest} steps: it was removed or changed while the run wrote it"
+        )
     parts = [f"{done} of {config.train.steps} steps"]
     evaluated = [row for row in rows if math.isfinite(row.get("eval/accuracy", math.nan))]
     if evaluated:
         parts.append(f"last eval accuracy {evaluated[-1]['eval/accuracy']:.4f}")
     state = "failed" if ending.error else f"stopped by {ending.stopped_by}" if ending.stopped_by else "done"
-    print(f"{state}: {', '.join(parts)}; run directory: {directory.path}")
+    terminal.say(f"{state}: {', '.join(parts)}; run directory: {directory.path}")
     if ending.exit_code != 0:
         step = workspace.newest_checkpoint(directory)
         saved = "no complete checkpoint" if step is None else f"newest complete checkpoint: step_{step}"
-        print(f"{saved}; {_what_next(ending, directory)}", flush=True)
+        terminal.say(f"{saved}; {_what_next(ending, config, directory)}")
 
 
-def _what_next(ending: Ending, directory: RunDirectory) -> str:
+def _what_next(ending: Ending, config: RunConfig, directory: RunDirectory) -> str:
     """A run that had begun goes on with --resume; a refusal would only come again."""
     if ending.error is not None and directory.proposed.exists():
         return "the resume has not begun: see to the error first"
     if ending.exit_code == 2:  # see the module
         return "the configuration was refused: see to the error first"
-    return f"continue with: {workspace.resume_command(directory)}"
+    try:
+        workspace.chosen_checkpoint(directory, None)
+    except workspace.RunDirectoryError as error:  # a resume would say the same
+        return f"it cannot simply go on: {error}"
+    return f"continue with: {resume_command(directory, config)}"

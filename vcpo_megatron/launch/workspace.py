@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
-import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..config.process import WARNING_PREFIX
 from ..run.directory import RunDirectory, write_atomically
 from ..run.errors import ConfigError
 
 #: A disk with less than this free is full, in bytes.
 _FULL = 2**20
+#: Seconds from one look at it to the next.
+_LOOK_S = 2.0
 
 
 class RunDirectoryError(RuntimeError):
@@ -178,17 +180,29 @@ def full_disk(directory: RunDirectory) -> str:
     return f"; no space left on device for {directory.path}: free space, then resume the run"
 
 
-def resume_command(directory: RunDirectory) -> str:
-    """What a user types to continue the run."""
-    path = shlex.quote(str(directory.path))
-    return f"{_own_name()} train {shlex.quote(str(directory.resolved))} --run-dir {path} --resume"
+class DiskWatch:
+    """Looks now and then whether the run directory's disk is full: the logs, which are on it, may not tell."""
 
+    def __init__(self, directory: RunDirectory) -> None:
+        self._path = directory.path
+        self._is_full = False
+        self._next_at = -math.inf
 
-def _own_name() -> str:
-    """How a user calls this program: ``vcpo``, and where that is not on PATH the script that runs, or the module."""
-    script = os.path.abspath(sys.argv[0])
-    if shutil.which("vcpo"):
-        return "vcpo"
-    if os.path.basename(script) == "vcpo":
-        return shlex.quote(script)
-    return f"{shlex.quote(sys.executable)} -m vcpo_megatron"
+    def look(self) -> str | None:
+        """A line for the user when the disk has become full, or has space again."""
+        if time.monotonic() < self._next_at:
+            return None
+        self._next_at = time.monotonic() + _LOOK_S
+        try:
+            is_full = shutil.disk_usage(self._path).free < _FULL
+        except OSError:  # it is looked at again
+            return None
+        if is_full == self._is_full:
+            return None
+        self._is_full = is_full
+        if not is_full:
+            return f"{self._path}: its disk has space again"
+        return (
+            f"{WARNING_PREFIX}{self._path}: no space left on its disk; what was sampled waits to be stored, generation "
+            "pauses, nothing is lost: free space, and the run goes on"
+        )

@@ -8,11 +8,17 @@ import sys
 import traceback
 
 from ..config.process import ERROR_PREFIX, ProcessContext
+from ..run.output import surviving
 from .megatron import platform
 
 
 def main() -> int:
-    """Run the rank; 0 after Stop, 1 with a last line that says why."""
+    """Run the rank; 0 after Stop, 1 with a last line that says why. A full disk under its log ends nothing."""
+    with surviving():
+        return _run()
+
+
+def _run() -> int:
     worker = None
     try:
         context = ProcessContext.from_environment()
@@ -25,14 +31,12 @@ def main() -> int:
         worker.close()
         return 0
     except Exception as error:  # the rank's fault boundary: everything ends up in the log, and in its last line
-        with contextlib.suppress(OSError):  # a full disk under the log must not hide the failure from the others
-            traceback.print_exc()
+        traceback.print_exc()
         if worker is not None:
             worker.report_failure(error)
             worker.close()
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        with contextlib.suppress(OSError):
-            print(f"{ERROR_PREFIX}learner rank {os.environ.get('RANK', '?')}: {message}", file=sys.stderr, flush=True)
+        print(f"{ERROR_PREFIX}learner rank {os.environ.get('RANK', '?')}: {message}", file=sys.stderr, flush=True)
         return 1
 
 

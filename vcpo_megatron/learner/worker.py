@@ -72,17 +72,19 @@ class Worker:
             print(f"{self._parallel.layout}; {method}; Adam: {platform.kernels().adam}'s", flush=True)
         self._version = PolicyVersion(context.attempt, context.resume_step or 0)
         self._send(Hello(context.token, self._version, self._parallel.world_size))
-        self._set_doing("builds the model")
         fresh, start = context.resume_step is None, config.train.start_from
         # weights that a checkpoint replaces are read only where they are the reference of the KL term
         initial = (fresh and start is None) or config.algorithm.kl_reference == "initial"
+        self._set_doing(f"builds the model and loads {config.model.path}")
         trainable = build_trainable(config, self._parallel, load=initial)
         self._trainable = trainable
         self._step = VcpoStep(config, self._parallel, trainable, abort_requested=self._abort_requested)
         self._checkpoints = Checkpoints(config, context.directory, self._parallel, trainable)
         if context.resume_step is not None:
+            self._set_doing(f"loads checkpoint step_{context.resume_step}")
             self._step.ess_state = self._checkpoints.load(context.resume_step)
         elif start is not None:
+            self._set_doing(f"loads the weights of {start}")
             self._checkpoints.start_from(start, optimizer=config.train.start_optimizer)
         gatherer = WeightGatherer(trainable, self._parallel)
         self._exports = Exports(config, context.directory, self._parallel, trainable, gatherer)

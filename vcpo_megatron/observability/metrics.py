@@ -89,9 +89,20 @@ METRICS: Mapping[str, Metric] = {
         otherwise="flat from the start: is the reward ever above 0? see `groups/zero_variance`",
     ),
     "eval/accuracy": Metric(
-        "mean reward over the held-out prompts, one sample each; only where it was evaluated",
+        "mean reward over held-out samples, one a prompt, that did not fail; only where it was evaluated",
         healthy="rises, with a standard error of sqrt(p (1 - p) / prompts)",
         otherwise="falls while `reward/mean` rises: the reward is being gamed, or the prompts are few",
+    ),
+    "eval/failed": Metric(
+        "held-out samples that failed, which eval/accuracy leaves out",
+        unit="samples",
+        healthy="0",
+        otherwise="`vcpo report RUN_DIR --eval` says why; above 5 % of `eval/samples` the version is never `best`",
+    ),
+    "eval/samples": Metric(
+        "held-out samples of the evaluation, failed ones included",
+        unit="samples",
+        healthy="the number of held-out prompts",
     ),
     "eval/version": Metric(
         "number of the policy version that eval/accuracy speaks of",

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO, TypeGuard
 
 from rich.console import Console
@@ -17,6 +17,8 @@ from rich.text import Text
 PLAIN_EVERY_S = 10.0
 #: Speed and time left are averages over this many last steps.
 _WINDOW = 20
+#: A message that begins so says who is waited for.
+WAITING = "waiting for "
 
 
 class Progress:
@@ -33,12 +35,14 @@ class Progress:
         self._live: Live | None = None
         self._values: dict[str, float] = {}
         self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # (seconds, tokens) of a step
-        self._printed_at = -math.inf
+        self._printed_at = self._tick_at = -math.inf
+        self._begun, self._starts, self._waits_for = time.monotonic(), True, ""
 
     def show(self, row: Mapping[str, Any]) -> None:
         self._values.update({name: value for name, value in row.items() if _is_finite(value)})
         if row["step"] < self.first_step:
             return
+        self._starts = False
         seconds = row.get("time/step")
         if _is_finite(seconds) and self._is_of_this_attempt(row):
             tokens = row.get("tokens/trained", 0.0)
@@ -55,10 +59,20 @@ class Progress:
         stale = row.get("staleness/max")
         return self.first_step == 0 or row["step"] - (stale if _is_finite(stale) else 0) > self.first_step
 
-    def line(self) -> str:
+    def line(self, width: int | None = None) -> str:
         """The line for what was shown last, such as
-        "step 12/40  accuracy 0.5312  ESS 0.87  lr x0.93  staleness 2.1 (max 4)  1234 tokens/s  5:20 left"."""
-        parts = [f"step {int(self._values['step']) + 1}/{self._steps}"] if "step" in self._values else ["starting"]
+        "step 12/40  5:20 left  accuracy 0.5312  ESS 0.87  lr x0.93  staleness 2.1 (max 4)  1234 tokens/s".
+
+        What matters most stands first; parts that do not fit ``width`` characters are left out whole. Before the first
+        step it says who is waited for.
+        """
+        if self._starts:
+            return f"starting ({_clock(time.monotonic() - self._begun)})  {self._waits_for}".rstrip()
+        parts = [f"step {int(self._values['step']) + 1}/{self._steps}"]
+        total = sum(seconds for seconds, _ in self._recent)
+        if total > 0:
+            left = self._steps - 1 - int(self._values["step"])
+            parts.append(f"{_clock(left * total / len(self._recent))} left")
         for name, form in (
             ("eval/accuracy", "accuracy {:.4f}"),
             ("reward/mean", "reward {:.3f}"),
@@ -69,15 +83,23 @@ class Progress:
         ):
             if name in self._values:
                 parts.append(form.format(self._values[name]))
-        total = sum(seconds for seconds, _ in self._recent)
+            if name == "eval/accuracy" and self._values.get("eval/failed", 0):
+                parts.append(f"({self._values['eval/failed']:.0f} failed)")
         if total > 0:
             parts.append(f"{sum(tokens for _, tokens in self._recent) / total:.0f} tokens/s")
-            left = self._steps - 1 - int(self._values["step"])
-            parts.append(f"{_clock(left * total / len(self._recent))} left")
-        return "  ".join(parts).replace("  (max", " (max")
+        return _fitting(parts, width)
+
+    def tick(self) -> None:
+        """Called often: a run that starts shows on a terminal for how long."""
+        if self._starts and self._console.is_terminal and time.monotonic() >= self._tick_at:
+            self._tick_at = time.monotonic() + 1.0
+            self._show_live()
 
     def say(self, message: str) -> None:
-        """Print a line of its own above the live one."""
+        """Print a line of its own above the live one; before the first step, who is waited for stands in that one."""
+        if self._starts and self._console.is_terminal and message.startswith(WAITING):
+            self._waits_for = message.removeprefix(WAITING).removeprefix("the ")
+            return self._show_live()
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -90,7 +112,20 @@ class Progress:
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
             self._live.start()
-        self._live.update(Text(self.line(), no_wrap=True, overflow="ellipsis"), refresh=True)
+        self._live.update(Text(self.line(self._console.width), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+
+def _fitting(parts: Sequence[str], width: int | None) -> str:
+    """``parts`` in one line, without those that do not fit; what stands in brackets belongs to the part before it."""
+    line, dropped = "", False
+    for part in filter(None, parts):
+        if dropped and part.startswith("("):
+            continue
+        gap = "" if not line else " " if part.startswith("(") else "  "
+        dropped = bool(line) and width is not None and len(line) + len(gap) + len(part) > width
+        if not dropped:
+            line += gap + part
+    return line
 
 
 def _is_finite(value: Any) -> TypeGuard[float]:

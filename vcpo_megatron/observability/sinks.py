@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..run.directory import write_atomically
+from ..run.text import encodable
 
 Row = Mapping[str, Any]
 
@@ -34,9 +35,12 @@ class Sink(Protocol):
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON can hold: numpy scalars as Python ones, what is not finite as None."""
+    """A value that every JSON reader can read: numpy scalars as Python ones, what is not finite as None, lone
+    surrogates escaped."""
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, str):
+        return encodable(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -60,7 +64,7 @@ class JsonlSink:
         """ValueError when the row has no ``step``; TypeError when a value is no number, text or None."""
         if "step" not in row:
             raise ValueError(f"a row of metrics needs 'step'; this one has only {', '.join(row) or 'nothing'}")
-        line = json.dumps({name: _plain(value) for name, value in row.items()}, allow_nan=False)
+        line = json.dumps({encodable(name): _plain(value) for name, value in row.items()}, allow_nan=False)
         if row["step"] <= self._last:
             self._file.close()
             cut_back(self._path, row["step"])
@@ -137,7 +141,7 @@ class TensorBoardSink:
 
     def write(self, row: Row) -> None:
         values = [
-            self._summary.Value(tag=name, simple_value=float(value))
+            self._summary.Value(tag=encodable(name), simple_value=float(value))
             for name, value in row.items()
             if name != "step" and isinstance(value, int | float | np.number)
         ]

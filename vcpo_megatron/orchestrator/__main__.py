@@ -24,6 +24,7 @@ from ..rollout.fleet.fleet import FleetError
 from ..rollout.fleet.router import sampling_problem
 from ..run.errors import ConfigError
 from ..run.notifier import Notifier
+from ..run.output import surviving
 from ..run.tasks import RunError
 from ..run.text import one_line
 from ..transport.control import ControlServer
@@ -100,7 +101,12 @@ async def run(context: ProcessContext) -> str:
 
 
 def main() -> int:
-    """Exit code of the process."""
+    """Exit code of the process. A full disk under its log ends nothing."""
+    with surviving():
+        return _run()
+
+
+def _run() -> int:
     try:
         context = ProcessContext.from_environment()
     except KeyError as error:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..config.process import WARNING_PREFIX, ProcessContext
+from ..config.process import NOTE_PREFIX, WARNING_PREFIX, ProcessContext
 from ..config.schema import RunConfig
 from ..environments.base import Environment
 from ..observability.sinks import Sink
@@ -43,7 +43,7 @@ from ..types import Batch, PolicyVersion
 from ..weight_sync.orchestrator import Transports, Updater
 from ..weight_sync.verification import ChecksumVerifier
 from .modes.batcher import Batcher
-from .modes.evaluation import Evaluation, evaluating_servers
+from .modes.evaluation import Evaluation, EvaluationResults, evaluating_servers
 from .modes.exact_lag import ExactRun, ExactSampler
 from .modes.failures import FailureWindow, PromptFailures
 from .modes.generation import Generation, GenerationRules, SamplingRules
@@ -53,7 +53,7 @@ from .modes.staleness import Pacer, StalenessBound
 from .modes.trainer import Trainer
 from .peers.learner import ControlSocket, LearnerLink, version_mismatch
 from .peers.probe import compare
-from .peers.servers import all_answer
+from .peers.servers import SAY_EVERY_S, all_answer, ready
 from .peers.weight_sync import WeightSync
 from .resuming import accept, check
 from .store.ledger import GroupLedger
@@ -196,18 +196,36 @@ class Controller:
         return trainer, start
 
     async def _connect(self) -> None:
-        """Wait for the learner, check that it is the one of this attempt, and wait until it has its parameters."""
-        hello = await self._link.hello()
-        if problem := version_mismatch(hello, self._version):
-            raise ControlError(problem)
-        await self._link.loaded()
+        """Wait for the learner, check that it is the one of this attempt, and wait until it has its parameters; say now
+        and then what it does, and how many servers are ready beside it."""
+
+        async def connect() -> None:
+            hello = await self._link.hello()
+            if problem := version_mismatch(hello, self._version):
+                raise ControlError(problem)
+            await self._link.loaded()
+
+        async def say() -> None:
+            started = time.monotonic()
+            while True:
+                servers = f", servers ({ready(self._parts.fleet)})" if self._parts.fleet else ""
+                seconds = f"{time.monotonic() - started:.0f} s"
+                print(f"{NOTE_PREFIX}waiting for the learner ({self._link.doing}){servers}, {seconds}", flush=True)
+                await asyncio.sleep(SAY_EVERY_S)
+
+        await run_beside(connect(), say())
 
     async def _start_servers(self, fleet: Fleet, sync: WeightSync) -> None:
         """Servers answer, hold the learner's weights, and agree with it on a probe."""
         await all_answer(fleet)
+        print(f"{NOTE_PREFIX}waiting for the servers to load the learner's weights", flush=True)
         await sync.all_loaded(self._version.number)
         await compare(self._link, fleet, self._parts.vocab_size, self._config.model.dtype)
-        print(f"learner and {len(fleet.servers)} servers hold version {self._version}", flush=True)
+        print(
+            f"{NOTE_PREFIX}learner and {len(fleet.servers)} servers hold version {self._version}: the first batch is "
+            "being sampled",
+            flush=True,
+        )
 
     async def _close(self) -> None:
         """End everything; what failed before is not hidden by what fails here."""
@@ -257,6 +275,7 @@ class Controller:
             sync,
             ledger,
             trainer,
+            EvaluationResults(self._recorder, trainer.log),
             steps=self._parts.steps,
             lag=config.staleness.max_staleness,
             groups_per_step=config.train.groups_per_step,
@@ -298,7 +317,7 @@ class Controller:
             fleet,
             sync,
             self._rules(),
-            trainer.log,
+            EvaluationResults(self._recorder, trainer.log),
             start.versions,
             timeout_s=config.staleness.wait_s,
         )
@@ -336,7 +355,7 @@ class Controller:
         await self._changes.until(
             lambda: (self._stop.made or evaluation.is_settled(before=self._parts.steps + 1)) or None
         )
-        await trainer.tidy()
+        await trainer.end()
 
     async def _next_batch(self, batcher: Batcher, evaluation: Evaluation, version: int) -> Batch | None:
         """The batch of step ``version``; None when a stop is asked for."""

@@ -1,4 +1,4 @@
-"""What became of the trajectories of a run, by step and one by one, as text: from the rollout store alone."""
+"""What became of the trajectories of a run, by step and one by one, and how well it learned, as text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..orchestrator.store.reader import StoreReader
 from ..orchestrator.store.schema import StoreError
 from ..run.text import kind_of
+from .learning import learning_table, span
+from .tables import aligned, cell, terminal_width
 from .transcript import Transcripts, lines_of
 
 #: Column of the table -> (key of ``StoreReader.history``, width, format of a number).
@@ -42,8 +44,9 @@ _SUMMARY = {
 _PLACE = re.compile(r"^(failed: )environment .*?, prompt .*?, sample \d+/\d+: ")
 
 
-def print_summary(store: StoreReader, *, most_rows: int) -> None:
-    """Print what was trained and lost by step, then the totals and reasons of the whole run.
+def print_summary(store: StoreReader, metrics: Sequence[Mapping[str, Any]], *, most_rows: int) -> None:
+    """Print what was trained and lost by step, what the rows of ``metrics`` say of it, then the totals and reasons of
+    the whole run.
 
     A run of more than ``most_rows`` steps has several steps a row.
     """
@@ -51,10 +54,10 @@ def print_summary(store: StoreReader, *, most_rows: int) -> None:
     size = steps_a_row(done, most_rows)
     table = [["step", *_SUMMARY]]
     for row in store.by_steps(size):
-        table.append([_span(row["first"], size, done), *(_cell(row[key], form) for key, form in _SUMMARY.values())])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table:
-        print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+        table.append([span(row["first"], size, done), *(cell(row[key], form) for key, form in _SUMMARY.values())])
+    print("\n".join(aligned(table, terminal_width())))
+    if learned := learning_table(metrics, size, done):
+        print("\n" + "\n".join(aligned(learned, terminal_width())))
     if size > 1:
         print(f"{size} steps a row: --rows {done} shows each, --step N the trajectories of one")
     _print_totals(store, as_json=False)
@@ -64,14 +67,6 @@ def steps_a_row(steps: int, most_rows: int) -> int:
     """The smallest of 1, 2, 5, 10, 20, 50, ... with which ``steps`` fit into ``most_rows`` rows."""
     sizes = (factor * 10**power for power in itertools.count() for factor in (1, 2, 5))
     return next(size for size in sizes if size * most_rows >= steps)
-
-
-def _span(first: int | None, size: int, done: int) -> str:
-    """The steps of a row that begins with ``first``, of ``done`` in all; "-" for none."""
-    if first is None:
-        return "-"
-    last = min(first + size, done) - 1
-    return str(first) if first == last else f"{first}-{last}"
 
 
 def print_history(
@@ -136,8 +131,4 @@ def _print_totals(store: StoreReader, *, as_json: bool) -> None:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return "  ".join(_cell(row[key], form).rjust(width) for key, width, form in _COLUMNS.values()).rstrip()
-
-
-def _cell(value: Any, form: str) -> str:
-    return "-" if value is None else format(value, form) if form else str(value)
+    return "  ".join(cell(row[key], form).rjust(width) for key, width, form in _COLUMNS.values()).rstrip()

@@ -11,6 +11,7 @@ from ..orchestrator.store.reader import StoreReader
 from ..orchestrator.store.schema import StoreError
 from ..run.directory import RunDirectory
 from ..run.text import printable
+from ..types import Trajectory
 
 
 class Transcripts:
@@ -32,8 +33,12 @@ class Transcripts:
         Special tokens are shown.
         """
         trajectory = self._store.trajectory(row["group_id"], row["sample_index"])
+        return self.of_trajectory(trajectory, sampled=row["oldest_version"] is not None)
+
+    def of_trajectory(self, trajectory: Trajectory | None, *, sampled: bool) -> dict[str, Any]:
+        """As ``of``; ``sampled``: whether it has had tokens, where there are none."""
         if trajectory is None:
-            return {"text": None, "no_text": self._why_none(row)}
+            return {"text": None, "no_text": self._why_none(sampled)}
         ids = trajectory.tokens.tolist()
 
         def pieces() -> Iterator[dict[str, Any]]:
@@ -49,8 +54,8 @@ class Transcripts:
 
         return {"text": list(pieces())}
 
-    def _why_none(self, row: Mapping[str, Any]) -> str:
-        if row["oldest_version"] is None:
+    def _why_none(self, sampled: bool) -> str:
+        if not sampled:
             return "no tokens are stored: it was not sampled to its end"
         return f"its tokens are pruned: checkpoint.keep_rollouts = {self._keep} steps"
 

@@ -1,9 +1,21 @@
-"""Foreign text as one line of a message."""
+"""Foreign text as one line of a message, and as text that any encoding of Unicode can hold."""
 
 from __future__ import annotations
 
 import re
 import textwrap
+
+#: How characters that an encoding does not have are written where text leaves the process: as Python escapes them.
+ESCAPED = "backslashreplace"
+
+
+def encodable(text: str, encoding: str = "utf-8") -> str:
+    """``text`` with what ``encoding`` cannot hold escaped as in Python ("\\ud83d").
+
+    In UTF-8 these are lone surrogates: half of a pair in what a policy wrote or a server answered, a byte of a file
+    name that is no UTF-8. Files, messages and SQLite take none.
+    """
+    return text.encode(encoding, ESCAPED).decode(encoding)
 
 
 def printable(text: str) -> str:
@@ -13,9 +25,9 @@ def printable(text: str) -> str:
 
 
 def one_line(text: object, limit: int = 300) -> str:
-    """``text`` without line breaks (an exception that says nothing: its type); what is longer than ``limit``
-    characters ends after a whole word, with "..."."""
-    line = " ".join(str(text).split())
+    """``text`` without line breaks (an exception that says nothing: its type), ``encodable``; what is longer than
+    ``limit`` characters ends after a whole word, with "..."."""
+    line = encodable(" ".join(str(text).split()))
     if not line and isinstance(text, BaseException):
         line = type(text).__name__
     if len(line) <= limit:

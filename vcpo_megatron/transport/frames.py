@@ -9,6 +9,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from ..run.text import ESCAPED
 from ..types import Batch, Group, PolicyVersion, StepResult, TrajectoryResult
 from ..types.codec import pack_array, pack_trajectories, unpack_array, unpack_trajectories
 from .messages import ControlError, Message
@@ -71,7 +72,7 @@ def encode(message: Message) -> list[Any]:
     """Frames of one message: header first."""
     buffers: list[Any] = []
     body = {f.name: _pack_value(getattr(message, f.name), buffers) for f in fields(message)}
-    return [msgpack.packb({"kind": type(message).__name__, "body": body}), *buffers]
+    return [msgpack.packb({"kind": type(message).__name__, "body": body}, unicode_errors=ESCAPED), *buffers]
 
 
 def decode(frames: list[Any]) -> Message:

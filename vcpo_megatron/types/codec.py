@@ -111,7 +111,8 @@ def unpack_spans(packed: Sequence[Sequence[int]]) -> tuple[VersionSpan, ...]:
 
 def to_blob(header: Any, buffers: Sequence[Any]) -> bytes:
     """Header and buffers as one string of bytes."""
-    head = msgpack.packb([[len(buffer) for buffer in buffers], header])
+    # A lone surrogate, in a name that an environment gave, is no UTF-8: it is written as Python escapes it.
+    head = msgpack.packb([[len(buffer) for buffer in buffers], header], unicode_errors="backslashreplace")
     return b"".join([_LENGTH.pack(len(head)), head, *buffers])
 
 

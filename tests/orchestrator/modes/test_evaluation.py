@@ -6,16 +6,22 @@ import asyncio
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.orchestrator.fake_run import FakeEnvironment, FakeEpisode, FakeRun, config
+from tests.orchestrator.store.test_store import V0, trajectory
+from vcpo_megatron.cli import main as cli
 from vcpo_megatron.environments.base import Example
 from vcpo_megatron.observability.sinks import JsonlSink
-from vcpo_megatron.orchestrator.modes.evaluation import evaluating_servers, mean_reward
+from vcpo_megatron.orchestrator.modes.evaluation import evaluating_servers, summary
 from vcpo_megatron.orchestrator.modes.metrics_log import MetricsLog, evaluated_versions, start_of_log
+from vcpo_megatron.orchestrator.store.records import HeldOutSample
+from vcpo_megatron.orchestrator.store.schema import StoreError
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.transport.messages import ControlError
 
 pytestmark = pytest.mark.timeout(60)
@@ -122,13 +128,118 @@ def test_failed_samples_of_an_evaluation_are_left_out_and_said(
     environment = FakeEnvironment(fails=lambda example: example.data["index"] == 1001)
     run = FakeRun(tmp_path, config(train={"steps": 2, "eval_every": 1}), environment=environment)
     assert run.run() == "run ended"
-    assert "1 of 3 samples failed, first: " in capsys.readouterr().out
-    assert run.rows()[-1]["eval/accuracy"] in (0.0, 0.5, 1.0)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "evaluation of version 2" in line]
+    assert line.startswith("vcpo: warning: evaluation of version 2: 1 of 3 samples failed, first: ")
+    row = run.rows()[-1]
+    assert row["eval/accuracy"] in (0.0, 0.5, 1.0) and (row["eval/failed"], row["eval/samples"]) == (1, 3)
 
 
-def test_mean_reward() -> None:
-    assert mean_reward([1.0, 0.0, 0.5, 0.5], (), 3) == {"eval/accuracy": 0.5}
-    assert math.isnan(mean_reward([], ["down"], 3)["eval/accuracy"])
+def samples(*rewards: float | None) -> list[HeldOutSample]:
+    """One a reward; None failed."""
+    return [
+        HeldOutSample(i, f"heldout-{i}", reason="the judge is down")
+        if reward is None
+        else HeldOutSample(i, f"heldout-{i}", replace(trajectory(-1, i, V0, prompt_id=f"heldout-{i}"), reward=reward))
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def test_accuracy_is_over_the_samples_that_did_not_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert summary(3, samples(1.0, 0.0, 0.5, 0.5)) == {"eval/accuracy": 0.5, "eval/failed": 0, "eval/samples": 4}
+    assert capsys.readouterr().out == ""
+    assert summary(3, samples(1.0, *[None] * 7)) == {"eval/accuracy": 1.0, "eval/failed": 7, "eval/samples": 8}
+    assert "7 of 8 samples failed" in capsys.readouterr().out
+    assert math.isnan(summary(3, samples(None))["eval/accuracy"])
+
+
+@pytest.mark.parametrize(("failed", "of", "is_best"), [(0, 8, True), (1, 20, True), (2, 20, False), (7, 8, False)])
+def test_the_best_checkpoint_needs_nearly_all_samples(
+    tmp_path: Path, failed: int, of: int, is_best: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = MetricsLog([], [0, 4], steps=4)
+    log.evaluated(0, summary(0, samples(*[0.5] * of)))
+    log.evaluated(4, summary(4, samples(*[None] * failed, *[1.0] * (of - failed))))
+    assert log.accuracy == ({0: 0.5, 4: 1.0} if is_best else {0: 0.5})
+    assert ("to be `best` (more than 5%)" in capsys.readouterr().out) == (not is_best)
+    row = {"step": 3, "eval/version": 4, "eval/accuracy": 1.0, "eval/failed": failed, "eval/samples": of}
+    assert (4 in MetricsLog([], [], 8, [row]).accuracy) == is_best  # the same after a resume
+
+
+def held(path: Path) -> dict[int, list[tuple[str, float | None, str]]]:
+    """Version -> prompt, reward and reason of each sample that is stored."""
+    found: dict[int, list[tuple[str, float | None, str]]] = {}
+    with RolloutStore.open_readonly(path / "rollouts.sqlite") as store:
+        for row in store.heldout():
+            found.setdefault(row["version"], []).append((row["prompt_id"], row["reward"], row["reason"]))
+            assert (row["trajectory"] is None) == bool(row["reason"])
+    return found
+
+
+@pytest.mark.parametrize("lag", ["bounded", "exact"])
+def test_held_out_answers_are_stored_and_shown(tmp_path: Path, lag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = config(train={"steps": 4, "eval_every": 2}, staleness={"lag": lag, "max_staleness": 1})
+    run = FakeRun(tmp_path, cfg)
+    assert run.run() == "run ended"
+    stored = held(tmp_path)
+    assert list(stored) == [0, 2, 4]
+    assert all([prompt for prompt, _, _ in rows] == ["heldout-0", "heldout-1", "heldout-2"] for rows in stored.values())
+    accuracy = {row["eval/version"]: row["eval/accuracy"] for row in run.rows() if "eval/version" in row}
+    assert {version: sum(r for _, r, _ in rows if r is not None) / 3 for version, rows in stored.items()} == accuracy
+    capsys.readouterr()
+    assert cli.main(["report", str(tmp_path), "--eval"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:4] == [
+        ["version", "samples", "failed", "accuracy"],
+        *([str(version), "3", "0", f"{accuracy[version]:.4f}"] for version in (0, 2, 4)),
+    ]
+    assert lines[5] == ["version", "prompt", "reward", "tokens", "answer"]
+    assert [line[:2] for line in lines[6:]] == [["4", f"heldout-{i}"] for i in range(3)]
+    assert cli.main(["report", str(tmp_path), "--eval", "--prompt", "heldout-1", "--json"]) == 0
+    *rows, totals = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [(row["version"], row["prompt_id"], row["tokens"]) for row in rows] == [
+        (v, "heldout-1", 4) for v in (0, 2, 4)
+    ]
+    assert [row["version"] for row in totals["evaluations"]] == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--step", "1"), "version 1 was not evaluated; these were: 0, 2"),
+        (("--prompt", "x"), "no held-out prompt x (they are named like heldout-0)"),
+        ((), ""),
+    ],
+)
+def test_what_evaluations_did_not_get_is_said(
+    tmp_path: Path, arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+        if says:
+            store.add_evaluation(0, samples(1.0, None))
+            store.add_evaluation(2, samples(0.0, 1.0))
+    assert cli.main(["report", str(tmp_path), "--eval", *arguments]) == 1
+    assert (says or "no evaluation is stored") in capsys.readouterr().err
+
+
+def test_an_evaluation_takes_the_place_of_an_earlier_one_and_a_resume_forgets_newer_ones(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+        for version in (0, 2, 4):
+            store.add_evaluation(version, samples(0.0, 1.0, None))
+        store.add_evaluation(2, samples(1.0, 1.0))
+        assert [(row["version"], row["samples"], row["failed"], row["reward"]) for row in store.evaluations()] == [
+            (0, 3, 1, 0.5),
+            (2, 2, 0, 1.0),
+            (4, 3, 1, 0.5),
+        ]
+        store.prune_samples(2)
+        kept = {row["version"]: row["trajectory"] is not None for row in store.heldout() if row["position"] == 0}
+        assert kept == {0: False, 2: True, 4: True}
+        store._connection.execute("UPDATE progress SET steps_done = 5")
+        store.resume(2)
+        assert [row["version"] for row in store.evaluations()] == [0, 2]
+        store._connection.execute("UPDATE evaluations SET content = zeroblob(20) WHERE version = 2")
+        with pytest.raises(StoreError, match="answer to held-out prompt heldout-0 by version 2 .* is damaged"):
+            list(store.heldout(version=2))
 
 
 def test_a_stop_in_the_final_evaluation_leaves_it_to_the_resumed_run(tmp_path: Path) -> None:
@@ -249,7 +360,7 @@ def test_a_held_out_sample_that_hangs_fails_at_its_deadline(tmp_path: Path, caps
 
 
 def test_an_evaluation_without_one_answer_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert math.isnan(mean_reward([], ["the judge is down", "late"], 4)["eval/accuracy"])
+    assert math.isnan(summary(4, samples(None, None))["eval/accuracy"])
     assert capsys.readouterr().out == (
         "vcpo: warning: evaluation of version 4: all 2 samples failed, there is no accuracy; first: the judge is down\n"
     )

@@ -294,7 +294,8 @@ def test_a_full_disk_pauses_generation_and_loses_nothing(
     assert paused[0] == paused[1]  # no group was admitted meanwhile, and the bound has room for all
     said = capsys.readouterr().out
     assert said.count("generation pauses: rollout store") == 1 and "cannot grow (database or disk is full)" in said
-    assert "the disk takes writes again" in said
+    told = [line for line in said.splitlines() if line.startswith(("vcpo: warning: ", "vcpo: note: the disk"))]
+    assert [line.split(":")[2].strip() for line in told] == ["generation pauses", "the disk takes writes again"]
     assert trained(run) == sorted(f"train-{i}" for i in range(60))
     assert run.rows()[-1]["rollouts/trained"] == 120 and run.rows()[-1]["rollouts/dropped"] == 0
 

@@ -657,8 +657,8 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
     for path, message in (
         (text, "text is not a rollout store"),
         (foreign, "foreign is an SQLite file of another program"),
-        (newer, "newer has format 99, this version reads format 3; use the version .*, or start a new run"),
-        (older, "older has format 2, this version reads format 3; use the version .*, or start a new run"),
+        (newer, "newer has format 99, this version reads format 4; use the version .*, or start a new run"),
+        (older, "older has format 2, this version reads format 4; use the version .*, or start a new run"),
     ):
         before = path.read_bytes()
         for opener in (RolloutStore, RolloutStore.open_readonly):

@@ -1,11 +1,13 @@
 """Held-out accuracy at one version, held for evaluation, beside training.
 
-``Evaluation.run``  consumes: the versions to evaluate, in order    produces: ``eval/accuracy`` for the rows that wait
+``Evaluation.run``  consumes: the versions to evaluate, in order    produces: ``eval/...`` for the rows that wait, and
+                                                                    the answers, in the store
                     waits for: the evaluating servers at the version held for evaluation, room on them, the answers
                     unblocked by: the weight sync, finished trajectories
 ``settled``         waits for: all evaluations before a version     unblocked by: ``run``
 
-One sample a prompt at the training temperature; accuracy is the mean reward. While an evaluation runs, updates of its
+One sample a prompt at the training temperature; accuracy is the mean reward of the samples that did not fail, how many
+did stands beside it. While an evaluation runs, updates of its
 servers are deferred: they go on serving training requests of that version as far as the staleness bound
 admits any. With several servers a quarter of them (one at least) evaluate, the others are updated as usual.
 """
@@ -24,10 +26,13 @@ from ...rollout.fleet.server import Server
 from ...run.tasks import cancel
 from ...run.text import one_line
 from ..peers.weight_sync import WeightSync
+from ..store.recorder import Recorder
+from ..store.records import HeldOutSample
+from ..store.schema import StoreFullError
 from .generation import SamplingRules
-from .metrics_log import MetricsLog
+from .metrics_log import MOST_FAILED, MetricsLog, may_be_best
 
-#: Group id of evaluation trajectories in messages; they are never stored.
+#: Group id of evaluation trajectories: they belong to no group.
 EVALUATION_GROUP = -1
 
 
@@ -36,21 +41,48 @@ def evaluating_servers(servers: Sequence[Server]) -> tuple[Server, ...]:
     return tuple(servers[: max(1, len(servers) // 4)])
 
 
-def mean_reward(rewards: Sequence[float], failures: Sequence[str], version: int) -> dict[str, float]:
-    """``eval/accuracy`` over the samples that ended; failed ones are left out and said; nan when none ended."""
-    if failures and not rewards:
-        print(
-            f"{WARNING_PREFIX}evaluation of version {version}: all {len(failures)} samples failed, there is no "
-            f"accuracy; first: {failures[0]}",
-            flush=True,
-        )
-    elif failures:
-        print(
-            f"evaluation of version {version}: {len(failures)} of {len(failures) + len(rewards)} samples failed, "
-            f"first: {failures[0]}",
-            flush=True,
-        )
-    return {"eval/accuracy": math.fsum(rewards) / len(rewards) if rewards else math.nan}
+def summary(version: int, samples: Sequence[HeldOutSample]) -> dict[str, float]:
+    """``eval/...`` of one evaluation: accuracy is over the samples that ended, nan when none did. A warning says how
+    many failed, and why the first did."""
+    rewards = [sample.trajectory.reward for sample in samples if sample.trajectory is not None]
+    reasons = [sample.reason for sample in samples if sample.trajectory is None]
+    result = {
+        "eval/accuracy": math.fsum(rewards) / len(rewards) if rewards else math.nan,
+        "eval/failed": len(reasons),
+        "eval/samples": len(samples),
+    }
+    if reasons:
+        what = f"{WARNING_PREFIX}evaluation of version {version}:"
+        count = f"{len(reasons)} of {len(samples)} samples failed"
+        if not rewards:
+            text = f"all {len(reasons)} samples failed, there is no accuracy; first: {reasons[0]}"
+        elif may_be_best(result):
+            text = f"{count}, first: {reasons[0]}; accuracy is over the others"
+        else:
+            text = (
+                f"{count}, first: {reasons[0]}; accuracy is over the others, and too many are missing for this version "
+                f"to be `best` (more than {MOST_FAILED:.0%})"
+            )
+        print(f"{what} {text}", flush=True)
+    return result
+
+
+class EvaluationResults:
+    """Takes what evaluations gave: answers go into the store, numbers into the rows that wait for them."""
+
+    def __init__(self, recorder: Recorder, log: MetricsLog) -> None:
+        self._recorder, self._log = recorder, log
+
+    async def add(self, version: int, samples: Sequence[HeldOutSample]) -> None:
+        """All of the evaluation of ``version``; the answers are durable before the row is written."""
+        try:
+            await self._recorder.write(lambda store: store.add_evaluation(version, samples))
+        except StoreFullError as error:  # at a stop, when nothing waits for the disk any more
+            print(f"{WARNING_PREFIX}held-out answers of version {version} are not kept: {error}", flush=True)
+        result = summary(version, samples)
+        self._log.evaluated(version, result)
+        if math.isfinite(result["eval/accuracy"]):
+            print(f"version {version}: held-out accuracy {result['eval/accuracy']:.4f}", flush=True)
 
 
 class Evaluation:
@@ -63,7 +95,7 @@ class Evaluation:
         fleet: Fleet,
         sync: WeightSync,
         rules: SamplingRules,
-        log: MetricsLog,
+        results: EvaluationResults,
         versions: Sequence[int],
         *,
         timeout_s: float,
@@ -73,7 +105,7 @@ class Evaluation:
         self._fleet = fleet
         self._sync = sync
         self._rules = rules
-        self._log = log
+        self._results = results
         self._versions = versions
         self._next = 0  # index of the first that is not done
         self._at = ""
@@ -83,10 +115,7 @@ class Evaluation:
         while (version := self._first_pending()) is not None:
             self._at = f"evaluation waits for version {version}"
             await self._sync.evaluation_loaded(version)
-            result = await self._evaluate(version)
-            self._log.evaluated(version, result)
-            if math.isfinite(result["eval/accuracy"]):
-                print(f"version {version}: held-out accuracy {result['eval/accuracy']:.4f}", flush=True)
+            await self._results.add(version, await self._evaluate(version))
             self._next += 1
             self._sync.end_evaluation()
         self._at = "no evaluation is due any more"
@@ -104,10 +133,9 @@ class Evaluation:
     def _first_pending(self) -> int | None:
         return self._versions[self._next] if self._next < len(self._versions) else None
 
-    async def _evaluate(self, version: int) -> dict[str, float]:
+    async def _evaluate(self, version: int) -> list[HeldOutSample]:
         heldout = self._environment.heldout()
-        rewards: list[float | None] = [None] * len(heldout)
-        failures: list[str] = []
+        samples: list[HeldOutSample] = []
         tasks: list[asyncio.Task[None]] = []
         among = self._sync.evaluators
 
@@ -127,22 +155,22 @@ class Evaluation:
                         context_length=self._rules.context_length,
                         seed_for_turn=lambda turn: None,
                     )
-                rewards[index] = trajectory.reward
+                samples.append(HeldOutSample(index, example.prompt_id, trajectory))
             except TimeoutError:
-                failures.append(f"no answer within {self._timeout_s:g} s (staleness.wait_s)")
+                reason = f"no answer within {self._timeout_s:g} s (staleness.wait_s)"
+                samples.append(HeldOutSample(index, example.prompt_id, reason=reason))
             except Exception as error:  # fault boundary: one held-out sample fails, it is counted and said
-                failures.append(one_line(error))
+                samples.append(HeldOutSample(index, example.prompt_id, reason=one_line(error)))
             finally:
                 lease.release()
-                done = sum(reward is not None for reward in rewards) + len(failures)
-                self._at = f"evaluation of version {version}: {done} of {len(heldout)} samples done"
+                self._at = f"evaluation of version {version}: {len(samples)} of {len(heldout)} samples done"
 
         try:
             tasks += [asyncio.create_task(sample(index, example)) for index, example in enumerate(heldout)]
             await asyncio.gather(*tasks)
         finally:
             await cancel(*tasks)
-        return mean_reward([reward for reward in rewards if reward is not None], failures, version)
+        return sorted(samples, key=lambda sample: sample.position)
 
     def describe(self) -> str:
         """One phrase for the watchdog."""

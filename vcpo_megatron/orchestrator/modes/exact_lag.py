@@ -42,7 +42,8 @@ from ...types import Batch, Group, StepResult, Trajectory
 from ..peers.servers import back_in_service
 from ..peers.weight_sync import WeightSync
 from ..store.ledger import GroupLedger
-from .evaluation import EVALUATION_GROUP, mean_reward
+from ..store.records import HeldOutSample
+from .evaluation import EVALUATION_GROUP, EvaluationResults
 from .generation import SamplingRules
 from .trainer import Trainer
 
@@ -181,13 +182,13 @@ class ExactSampler:
             members[trajectory.group_id].append(trajectory)
         return [Group(group_id, examples[group_id].prompt_id, tuple(members[group_id])) for group_id, _ in numbered]
 
-    async def accuracy(self, version: int) -> dict[str, float]:
-        """Result of the evaluation of the version that the servers hold."""
+    async def heldout(self) -> list[HeldOutSample]:
+        """One sample of every held-out prompt, by the version that the servers hold."""
         servers = self._fleet.servers
         heldout = self._environment.heldout()
         episodes = [ExactEpisode(e, EVALUATION_GROUP, i, servers[i % len(servers)]) for i, e in enumerate(heldout)]
         trajectories = await self.sample(episodes) if episodes else []
-        return mean_reward([trajectory.reward for trajectory in trajectories], (), version)
+        return [HeldOutSample(t.sample_index, t.prompt_id, t) for t in trajectories]
 
 
 class _StageAborted(Exception):
@@ -208,6 +209,7 @@ class ExactRun:
         sync: WeightSync,
         ledger: GroupLedger,
         trainer: Trainer,
+        results: EvaluationResults,
         *,
         steps: int,
         lag: int,
@@ -217,7 +219,7 @@ class ExactRun:
         stop: StopRequest,
     ) -> None:
         self._sampler, self._fleet, self._sync = sampler, fleet, sync
-        self._ledger, self._trainer = ledger, trainer
+        self._ledger, self._trainer, self._results = ledger, trainer, results
         self._steps, self._lag = steps, lag
         self._groups_per_step, self._group_size = groups_per_step, group_size
         self._evaluate = evaluate
@@ -245,7 +247,7 @@ class ExactRun:
         await self._trainer.checkpoint()
         if self._steps in self._evaluate and not self._stop.made:
             await self._evaluation(self._steps)
-        await self._trainer.tidy()
+        await self._trainer.end()
 
     async def _stage(self, step: int) -> None:
         started = time.monotonic()
@@ -307,9 +309,7 @@ class ExactRun:
 
     async def _evaluation(self, version: int) -> None:
         self._at = f"version {version} is being evaluated"
-        result = await self._sampler.accuracy(version)
-        self._trainer.log.evaluated(version, result)
-        print(f"version {version}: held-out accuracy {result['eval/accuracy']:.4f}", flush=True)
+        await self._results.add(version, await self._sampler.heldout())
 
     async def _batch(self, index: int, version: int) -> Batch:
         """Batch ``index``: what is known of it from before a resume, the rest sampled now by ``version``."""

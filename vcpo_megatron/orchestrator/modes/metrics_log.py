@@ -20,6 +20,15 @@ from ...observability.sinks import Row, Sink, cut_back, read_rows
 from ...types import Batch, StepResult
 from ..store.reader import Counts
 
+#: Share of held-out samples that may fail in an evaluation by which a checkpoint becomes the best.
+MOST_FAILED = 0.05
+
+
+def may_be_best(result: Mapping[str, Any]) -> bool:
+    """Whether an evaluation (``eval/...`` of a row) has an accuracy that nearly all samples speak for."""
+    accuracy, failed, samples = (result.get(f"eval/{name}", math.nan) for name in ("accuracy", "failed", "samples"))
+    return math.isfinite(accuracy) and bool(failed <= MOST_FAILED * samples)
+
 
 @dataclass(frozen=True)
 class DueVersions(Sequence[int]):
@@ -105,7 +114,8 @@ def _ranges(numbers: Sequence[int]) -> str:
 class MetricsLog:
     """Writes rows to ``sinks`` in order of step. ``versions``: what will be evaluated, in a run of ``steps`` steps.
 
-    ``accuracy``: held-out accuracy by version, of everything evaluated so far; it begins with that of ``earlier`` rows.
+    ``accuracy``: held-out accuracy by version, of every evaluation so far in which nearly no sample failed; it begins
+    with that of ``earlier`` rows.
     """
 
     def __init__(self, sinks: Sequence[Sink], versions: Sequence[int], steps: int, earlier: Sequence[Row] = ()) -> None:
@@ -132,9 +142,8 @@ class MetricsLog:
         self._write_ready()
 
     def _note(self, row: Row) -> None:
-        accuracy = row.get("eval/accuracy", math.nan)
-        if math.isfinite(accuracy):
-            self.accuracy[int(row["eval/version"])] = accuracy
+        if may_be_best(row):
+            self.accuracy[int(row["eval/version"])] = row["eval/accuracy"]
 
     @property
     def held(self) -> list[Row]:

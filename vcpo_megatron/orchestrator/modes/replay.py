@@ -73,6 +73,7 @@ class Replay:
             await self._trainer.record(batch, result, wait_s=0.0, sync={"time/sync": 0.0})
             await self._trainer.checkpoint_if_due()
         await self._trainer.checkpoint()
+        await self._trainer.end()
 
     async def _batch(self, step: int) -> Batch:
         recorded = self._recorded.groups_trained_at(step)

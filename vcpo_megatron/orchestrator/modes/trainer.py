@@ -21,6 +21,7 @@ from typing import Any
 
 from ...config.process import WARNING_PREFIX
 from ...config.schema import RunConfig
+from ...observability.learning import LearningWatch
 from ...observability.mismatch import MismatchWatch
 from ...observability.weights import WeightWatch
 from ...run.directory import RunDirectory
@@ -69,6 +70,7 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._mismatch = MismatchWatch(config)
         self._weights = WeightWatch()
+        self._learning = LearningWatch()
 
     @property
     def version(self) -> int:
@@ -100,9 +102,9 @@ class Trainer:
         if self.pacer is not None:
             on_policy = all(group.oldest_version == batch.step for group in batch.groups)
             self.pacer.observe(result.metrics.get("ess/ratio", math.nan), on_policy=on_policy)
-        for watch in (self._mismatch, self._weights):
-            if warning := watch.observe(batch.step, result.metrics):
-                print(f"{WARNING_PREFIX}{warning}", flush=True)
+        warnings = [watch.observe(batch.step, result.metrics) for watch in (self._mismatch, self._weights)]
+        for warning in filter(None, [*warnings, self._learning.observe(batch)]):
+            print(f"{WARNING_PREFIX}{warning}", flush=True)
         if result.skipped:
             print(f"step {batch.step} was skipped: {result.skipped}", flush=True)
         return result
@@ -173,6 +175,12 @@ class Trainer:
         seconds = await done
         print(f"checkpoint step_{step} written in {seconds:.1f} s", flush=True)
         await self.tidy()
+
+    async def end(self) -> None:
+        """The last step is done, and evaluated: tidy up, and say so where there was nothing to learn."""
+        await self.tidy()
+        if warning := self._learning.summary():
+            print(f"{WARNING_PREFIX}{warning}", flush=True)
 
     async def tidy(self) -> None:
         """Mark the checkpoint of the highest held-out accuracy, and remove those that are not to be kept; the same for

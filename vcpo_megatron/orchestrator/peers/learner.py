@@ -78,7 +78,8 @@ class LearnerLink:
         self._on_weights = on_weights
         self._answers: dict[type, asyncio.Future[Any]] = {}
         self._last_message_at = time.monotonic()
-        self._doing = "has not said hello"
+        #: What it does, as it said last.
+        self.doing = "loads its libraries"
         self._asked: dict[type, str] = {}
         self._given_up: set[type] = set()  # asked for by somebody who was cancelled, or lost patience
         self._connected = False
@@ -98,7 +99,7 @@ class LearnerLink:
                 case Error():
                     raise ControlError(f"{message.sender}: {message.message}")
                 case Heartbeat():
-                    self._doing = message.doing
+                    self.doing = message.doing
                 case WeightsReady():
                     self._owes_weights, self._weights = False, message.version
                     self._on_weights(message)
@@ -129,7 +130,7 @@ class LearnerLink:
             if self._owes_weights and time.monotonic() - self._last_message_at > self._timeout_s:
                 raise ControlError(
                     f"the learner was silent for {self._timeout_s:g} s (launch.timeout_s) while it owed the weights of "
-                    f"its newest version; it last said: {self._doing}"
+                    f"its newest version; it last said: {self.doing}"
                 )
             if self._connected:
                 await self._socket.send(Heartbeat("orchestrator", "running"))
@@ -216,7 +217,7 @@ class LearnerLink:
                 if left <= 0:
                     raise ControlError(
                         f"the learner was silent for {self._timeout_s:g} s (launch.timeout_s) while it owed "
-                        f"{kind.__name__}; it last said: {self._doing}"
+                        f"{kind.__name__}; it last said: {self.doing}"
                     )
                 await asyncio.wait([answer], timeout=left)
             return answer.result()
@@ -230,7 +231,7 @@ class LearnerLink:
         """One phrase for the watchdog."""
         silent = time.monotonic() - self._last_message_at
         asked = " and ".join(self._asked.values()) or "nothing"
-        return f"learner asked for {asked}, silent for {silent:.0f} s, last said: {self._doing}"
+        return f"learner asked for {asked}, silent for {silent:.0f} s, last said: {self.doing}"
 
 
 def version_mismatch(hello: Hello, expected: PolicyVersion) -> str | None:

@@ -28,7 +28,7 @@ _HOST = "127.0.0.1"
 #: Seconds that a server gets to end after SIGTERM.
 _GRACE_S = 5.0
 #: How often a user is told that servers are still waited for.
-SAY_EVERY_S = 30.0
+SAY_EVERY_S = 10.0
 
 
 def embedded_command(context: ProcessContext, config: RunConfig, index: int) -> list[str]:
@@ -113,6 +113,11 @@ def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, chan
     return Fleet(servers, options, launch=launch, stop=stop, changes=changes, router=_router(config, vocab_size))
 
 
+def ready(fleet: Fleet) -> str:
+    """How many servers answer, in words."""
+    return f"{sum(server.available for server in fleet.servers)} of {len(fleet.servers)} ready"
+
+
 async def all_answer(fleet: Fleet) -> None:
     """Wait until every server answers, and say now and then how many do; ``Fleet.answering`` says what bounds it."""
 
@@ -120,12 +125,8 @@ async def all_answer(fleet: Fleet) -> None:
 
     async def say() -> None:
         while True:
-            ready = sum(server.available for server in fleet.servers)
             time_used = f"{time.monotonic() - started:.0f} of {limit:g} s, rollout.start_timeout_s"
-            print(
-                f"{NOTE_PREFIX}waiting for rollout servers: {ready} of {len(fleet.servers)} ready ({time_used})",
-                flush=True,
-            )
+            print(f"{NOTE_PREFIX}waiting for rollout servers: {ready(fleet)} ({time_used})", flush=True)
             await asyncio.sleep(SAY_EVERY_S)
 
     await run_beside(fleet.answering(), say())

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ...run.text import encodable
 from ...types import Group, Trajectory
-from .records import experts_of, trajectory_of
+from .records import experts_of, heldout_trajectory_of, trajectory_of
 from .schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, StoreError, store_errors
 
 
@@ -129,7 +130,7 @@ class StoreReader:
         ``step`` and ``prompt_id`` select. ``step`` is None for what was not trained; ``staleness`` is that of the
         trajectory itself, versions between its oldest token and the step.
         """
-        wanted = [("g.step = ?", step), ("g.prompt_id = ?", prompt_id)]
+        wanted = [("g.step = ?", step), ("g.prompt_id = ?", None if prompt_id is None else encodable(prompt_id))]
         where = [condition for condition, value in wanted if value is not None] or ["1"]
         query = (
             "SELECT g.step, g.prompt_id, g.group_id, t.sample_index, t.state, t.reason, g.step - t.oldest_version AS "
@@ -171,6 +172,29 @@ class StoreReader:
         """One trajectory with its tokens; None when none are stored (any more). Routed experts are left out."""
         rows = self._sample_rows("s.group_id = ? AND s.sample_index = ?", (group_id, sample_index))
         return trajectory_of(rows[0], None, str(self._path)) if rows else None
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """One row a version that was evaluated, ascending: ``version``, ``samples``, ``failed`` of them, and
+        ``reward``, the mean over the others."""
+        return [
+            dict(row)
+            for row in self._rows(
+                "SELECT version, COUNT(*) AS samples, SUM(reward IS NULL) AS failed, AVG(reward) AS reward "
+                "FROM evaluations GROUP BY version ORDER BY version"
+            )
+        ]
+
+    def heldout(self, *, version: int | None = None, prompt_id: str | None = None) -> Iterator[dict[str, Any]]:
+        """One row a held-out sample, by version and then in order of the prompts: ``version``, ``position``,
+        ``prompt_id``, ``reward``, or the ``reason`` why there is none, and ``trajectory``, None where its tokens are
+        not stored (any more)."""
+        wanted = [("version = ?", version), ("prompt_id = ?", None if prompt_id is None else encodable(prompt_id))]
+        where = [condition for condition, value in wanted if value is not None] or ["1"]
+        query = f"SELECT * FROM evaluations WHERE {' AND '.join(where)} ORDER BY version, position"
+        with store_errors(self._path):
+            for row in self._connection.execute(query, [value for _, value in wanted if value is not None]):
+                known = {name: row[name] for name in ("version", "position", "prompt_id", "reward", "reason")}
+                yield {**known, "trajectory": heldout_trajectory_of(row, str(self._path))}
 
     # --- internals ----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from ...config.process import NOTE_PREFIX, WARNING_PREFIX
 from .schema import StoreFullError
 from .store import RolloutStore
 
@@ -111,7 +112,7 @@ class Recorder:
             except StoreFullError as error:
                 if not self._patient:
                     raise
-                self._pause(f"generation pauses: {error}")
+                self._pause(f"generation pauses: {error}; what was sampled waits, nothing is lost")
                 await asyncio.sleep(self._retry_s)
             else:
                 self._pause(None)
@@ -120,7 +121,8 @@ class Recorder:
     def _pause(self, why: str | None) -> None:
         if why == self.paused:
             return
-        print(why or "the disk takes writes again: generation goes on", flush=True)
+        news = f"{WARNING_PREFIX}{why}" if why else f"{NOTE_PREFIX}the disk takes writes again: generation goes on"
+        print(news, flush=True)
         self.paused = why
         self._changed()
 

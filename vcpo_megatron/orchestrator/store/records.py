@@ -1,6 +1,7 @@
 """What the store keeps as blobs: trajectories, their routed experts, and the answers that unfinished ones have.
 
-Each is a row of a table of its own: columns that queries need, one blob of ``types.codec``, and a CRC-32 of both.
+Each is a row of a table of its own: columns that queries need, one blob of ``types.codec``, and a CRC-32 of both. So
+are the answers to held-out prompts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...rollout.client.protocol import GenerateResult, Span
+from ...run.text import encodable
 from ...types import PolicyVersion, Trajectory
 from ...types.codec import from_blob, pack_array, pack_trajectories, to_blob, unpack_array, unpack_trajectories
 from .schema import StoreError
@@ -27,6 +29,17 @@ class Answer:
 
     def versions(self) -> list[int]:
         return [PolicyVersion.parse(span.version).number for span in self.result.spans]
+
+
+@dataclass(frozen=True)
+class HeldOutSample:
+    """What an evaluation got for held-out prompt number ``position``: a trajectory, or the ``reason`` why there is
+    none."""
+
+    position: int
+    prompt_id: str
+    trajectory: Trajectory | None = None
+    reason: str = ""
 
 
 def sample_row(trajectory: Trajectory) -> tuple[Any, ...]:
@@ -104,6 +117,29 @@ def answers_of(row: Any, where: str) -> tuple[Answer, ...]:
             Answer(prompt, GenerateResult(tuple(ids), tuple(logprobs), tuple(Span(*s) for s in spans), reason, experts))
         )
     return tuple(found)
+
+
+def heldout_row(version: int, sample: HeldOutSample) -> tuple[Any, ...]:
+    """Row of ``evaluations``."""
+    known = (version, sample.position, encodable(sample.prompt_id))
+    if sample.trajectory is None:
+        return (*known, None, encodable(sample.reason) or "unknown", None, None)
+    buffers: list[Any] = []
+    blob = to_blob(pack_trajectories([sample.trajectory], buffers, experts=False), buffers)
+    return (*known, float(sample.trajectory.reward), "", _checksum((version, sample.position), blob), blob)
+
+
+def heldout_trajectory_of(row: Any, where: str) -> Trajectory | None:
+    """The trajectory of a row of ``evaluations``, None where it has none (any more); StoreError as above."""
+    if row["content"] is None:
+        return None
+    if not _is_whole(row, ("version", "position")):
+        raise StoreError(
+            f"the answer to held-out prompt {row['prompt_id']} by version {row['version']} in {where} is damaged: its "
+            "checksum does not match; restore the file from a copy"
+        )
+    (trajectory,) = unpack_trajectories(*from_blob(row["content"]))
+    return trajectory
 
 
 def _uid(row: Any) -> str:

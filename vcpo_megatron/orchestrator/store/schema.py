@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 APPLICATION_ID = 0x5643504F  # "VCPO" in the header of the file: tells it from any other SQLite file
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 #: Seconds for which opening waits for a process that has the file open.
 BUSY_S = 5.0
 #: Times that a store is copied until one copy is of one moment.
@@ -25,6 +25,8 @@ ADMITTED, SAMPLED, TRAINED, DROPPED, FAILED = "admitted", "sampled", "trained", 
 # ``ended_at`` is the number of steps done when a group ended; for a trained group that is its ``step``.
 # ``routing`` holds the experts of samples whose routing is replayed, until no checkpoint brings them back.
 # ``partial_rollouts`` holds what unfinished trajectories had of answers at an orderly stop.
+# ``evaluations`` holds the samples of held-out prompts, by number of the version and place of the prompt; ``content``
+# is the trajectory, until it is pruned.
 # ``identity`` is a random id, made with the file: which run the file is of.
 # Blobs are in tables of their own, because SQLite rewrites a whole row when one column changes.
 _SCHEMA = f"""
@@ -62,6 +64,12 @@ CREATE TABLE partial_rollouts (
     group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, newest_version INTEGER NOT NULL,
     content BLOB NOT NULL, checksum INTEGER NOT NULL,
     UNIQUE (group_id, sample_index), FOREIGN KEY (group_id, sample_index) REFERENCES trajectories);
+CREATE TABLE evaluations (
+    version INTEGER NOT NULL, position INTEGER NOT NULL, prompt_id TEXT NOT NULL,
+    reward REAL CONSTRAINT "a reward is finite" CHECK (abs(reward) < 9e999), reason TEXT NOT NULL DEFAULT '',
+    checksum INTEGER, content BLOB,
+    CONSTRAINT "a held-out sample has a reward, or a reason why it has none" CHECK ((reward IS NULL) = (reason != '')),
+    UNIQUE (version, position));
 CREATE TABLE progress (steps_done INTEGER NOT NULL CHECK (steps_done >= 0));
 INSERT INTO progress VALUES (0);
 CREATE TABLE identity (run TEXT NOT NULL);

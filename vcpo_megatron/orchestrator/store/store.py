@@ -17,9 +17,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...run.text import encodable
 from ...types import PolicyVersion, Trajectory, TrajectoryResult
 from .reader import StoreReader
-from .records import Answer, answers_of, answers_row, routing_row, sample_row
+from .records import Answer, HeldOutSample, answers_of, answers_row, heldout_row, routing_row, sample_row
 from .resume import PartialGroup, ResumePlan, undo_after
 from .schema import (
     ADMITTED,
@@ -100,7 +101,7 @@ class RolloutStore(StoreReader):
             self._connection.execute(
                 "INSERT INTO groups (group_id, prompt_id, cursor_index, size, admitted_version, state) "
                 "VALUES (?, ?, ?, ?, ?, ?)",
-                (group_id, prompt_id, cursor_index, size, str(version), ADMITTED),
+                (group_id, encodable(prompt_id), cursor_index, size, str(version), ADMITTED),
             )
             self._connection.executemany(
                 "INSERT INTO trajectories (group_id, sample_index, state) VALUES (?, ?, ?)",
@@ -120,7 +121,7 @@ class RolloutStore(StoreReader):
             group = self._group(group_id)
             if group["state"] not in (ADMITTED, SAMPLED):
                 return False
-            if group["prompt_id"] != trajectory.prompt_id:
+            if group["prompt_id"] != encodable(trajectory.prompt_id):
                 raise StoreError(f"{what} is of prompt {trajectory.prompt_id!r}, not {group['prompt_id']!r}")
             versions = [version.number for version in trajectory.versions]
             found = self._connection.execute(
@@ -202,13 +203,13 @@ class RolloutStore(StoreReader):
             state = self._member_state(group_id, sample_index)
             self._connection.execute(
                 "UPDATE trajectories SET state = ?, reason = ? WHERE group_id = ? AND sample_index = ?",
-                (FAILED, reason, group_id, sample_index),
+                (FAILED, encodable(reason), group_id, sample_index),
             )
             self._totals[state] -= 1
             self._totals[FAILED] += 1
             self._end(group_id, DROPPED, "a member failed", at=self.steps_done())
             self._connection.execute(
-                "UPDATE groups SET state = ?, reason = ? WHERE group_id = ?", (FAILED, reason, group_id)
+                "UPDATE groups SET state = ?, reason = ? WHERE group_id = ?", (FAILED, encodable(reason), group_id)
             )
             return True
 
@@ -224,7 +225,7 @@ class RolloutStore(StoreReader):
                 raise StoreError(f"trajectory {group_id}/{sample_index} has ended before; it cannot be replaced")
             self._connection.execute(
                 "UPDATE trajectories SET state = ?, reason = ? WHERE group_id = ? AND sample_index = ?",
-                (FAILED, reason, group_id, sample_index),
+                (FAILED, encodable(reason), group_id, sample_index),
             )
             self._connection.execute(
                 "INSERT INTO trajectories (group_id, sample_index, state) VALUES (?, ?, ?)",
@@ -252,14 +253,18 @@ class RolloutStore(StoreReader):
 
     def prune_samples(self, before: int) -> int:
         """Forget tokens and log-probs, those of unfinished answers too, of the groups that were trained or dropped
-        before step ``before``; everything else about them stays, and all of groups that failed. Returns the number of
-        trajectories.
+        before step ``before``, and of evaluations of versions before it; everything else about them stays, and all of
+        groups that failed. Returns the number of trajectories.
 
         The file does not shrink: its pages are used again.
         """
         ended = "WHERE group_id IN (SELECT group_id FROM groups WHERE state IN (?, ?) AND ended_at < ?)"
         with self.transaction():
             self._connection.execute(f"DELETE FROM partial_rollouts {ended}", (TRAINED, DROPPED, before))
+            self._connection.execute(
+                "UPDATE evaluations SET content = NULL, checksum = NULL WHERE version < ? AND content IS NOT NULL",
+                (before,),
+            )
             return self._connection.execute(f"DELETE FROM samples {ended}", (TRAINED, DROPPED, before)).rowcount
 
     def prune_routing(self, before: int) -> int:
@@ -277,6 +282,15 @@ class RolloutStore(StoreReader):
             for row in queued:
                 self._end(row["group_id"], DROPPED, reason, at=self.steps_done())
 
+    # --- evaluation ---------------------------------------------------------------------------
+
+    def add_evaluation(self, version: int, samples: Sequence[HeldOutSample]) -> None:
+        """Keep what the evaluation of policy ``version`` gave, in the place of an earlier one."""
+        with self.transaction(), store_errors(self._path, f"the evaluation of version {version}"):
+            self._connection.execute("DELETE FROM evaluations WHERE version = ?", (version,))
+            for sample in samples:
+                self._insert("evaluations", heldout_row(version, sample))
+
     # --- resume -------------------------------------------------------------------------------
 
     def resume(self, step: int, state: Mapping[str, Any] | None = None, *, keep_partial: bool = False) -> ResumePlan:
@@ -286,7 +300,7 @@ class RolloutStore(StoreReader):
         the buffer, whatever had become of them; with ``keep_partial`` groups that were in flight go on with what
         they have. All others are not part of the run any more: they are dropped('superseded') unless they had ended
         as dropped or failed, and their data positions are requeued, so that each position is trained once along the
-        history that leads to the final weights.
+        history that leads to the final weights. Evaluations of versions after ``step`` are forgotten.
 
         state: what ``state`` had returned for this checkpoint; checked when given. StoreError when the file is
         older than the checkpoint, or of another run.
@@ -294,6 +308,7 @@ class RolloutStore(StoreReader):
         with self.transaction():
             self.check_belongs(step, state)
             cursors, partial = undo_after(self._connection, step, keep_partial=keep_partial)
+            self._connection.execute("DELETE FROM evaluations WHERE version > ?", (step,))
             self._connection.execute("UPDATE progress SET steps_done = ?", (step,))
             self._totals = self._count()
             requeue = self._rows(
@@ -353,6 +368,7 @@ class RolloutStore(StoreReader):
 
     def _end(self, group_id: int, state: str, reason: str, *, at: int) -> None:
         """End a group and all its members that are not failed; ``at``: steps done."""
+        reason = encodable(reason)
         members = self._rows(
             "SELECT state, COUNT(*) AS n FROM trajectories WHERE group_id = ? AND state != ? GROUP BY state",
             (group_id, FAILED),

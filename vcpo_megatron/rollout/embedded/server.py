@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...config.process import ERROR_PREFIX
+from ...run.output import surviving
 
 if TYPE_CHECKING:
     from .api import Service
@@ -68,16 +69,17 @@ def make_parser() -> argparse.ArgumentParser:
 def serve(argv: Sequence[str] | None = None) -> int:
     """Runs the server until a signal; returns the exit status."""
     options = make_parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    try:
-        with _listener(options.host, options.port) as listener:
-            asyncio.run(_serve(options, listener))
-    except ServeError as error:
-        print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
-        return 1
-    except KeyboardInterrupt:  # before the signal handlers stand
+    with surviving():
+        logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+        try:
+            with _listener(options.host, options.port) as listener:
+                asyncio.run(_serve(options, listener))
+        except ServeError as error:
+            print(f"{ERROR_PREFIX}{error}", file=sys.stderr, flush=True)
+            return 1
+        except KeyboardInterrupt:  # before the signal handlers stand
+            return 0
         return 0
-    return 0
 
 
 def _listener(host: str, port: int) -> socket.socket:
@@ -110,8 +112,13 @@ async def _serve(options: argparse.Namespace, listener: socket.socket) -> None:
     service.engine.start()
     runner = web.AppRunner(make_app(service), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
-    await web.SockSite(runner, listener, backlog=1024).start()
     host, port = listener.getsockname()[:2]
+    try:
+        await web.SockSite(runner, listener, backlog=1024).start()
+    except OSError as error:  # bound by two programs, as SO_REUSEADDR lets them; one alone may listen
+        await runner.cleanup()
+        await service.engine.stop(SHUTDOWN_S)
+        raise ServeError(f"cannot listen on {host}:{port}: {error.strerror}; pass another --port") from error
     print(f"vcpo: serving {options.model_path} at http://{host}:{port}", flush=True)
     await stop.wait()
     await service.engine.stop(SHUTDOWN_S)
