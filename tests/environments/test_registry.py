@@ -25,7 +25,7 @@ def test_a_user_environment_is_made_by_its_factory(make_tokenizer):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("modular_product", "known are arithmetic, modular_sum"),
+        ("modular_product", "known are arithmetic, dataset, modular_sum"),
         ("no_such_package.module:factory", "No module named 'no_such_package'"),
         ("vcpo_megatron.environments.base:nothing", "nothing"),
         ("vcpo_megatron.environments.modular_sum:NAME", "NAME is not callable"),
@@ -33,7 +33,7 @@ def test_a_user_environment_is_made_by_its_factory(make_tokenizer):
         ("builtins:max", "cannot be called with (config, tokenizer_dir, seed): no signature found for builtin"),
         ("types:SimpleNamespace", "cannot be called with (config, tokenizer_dir, seed): "),
         ("difflib:Match", "it made a Match, which is no environment: it has no decode, episode, fingerprint, "),
-        (":factory", "give 'package.module:factory'"),
+        (":factory", "give 'package.module:name'"),
     ],
 )
 def test_an_unknown_name_is_one_clear_problem(make_tokenizer, name, expected):

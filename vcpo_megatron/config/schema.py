@@ -267,8 +267,13 @@ class EnvironmentConfig(Section):
     name: str = Field(description="a built-in environment, or your own as package.module:factory")
     data: Path | None = Field(None, description="JSONL or parquet of prompts; default: the environment's generator")
     heldout: Path | None = Field(None, description="JSONL or parquet of held-out prompts")
-    fields: dict[str, str] = Field(default_factory=dict, description="environment's field name -> name in the files")
+    fields: dict[str, str] = Field(
+        default_factory=dict, description="environment's field name -> name in the files; dots lead into nested records"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="options of this environment")
+    modules: Path | None = Field(
+        None, description="folder that is searched for your own modules; default: the folder of the configuration file"
+    )
 
 
 class StalenessConfig(Section):

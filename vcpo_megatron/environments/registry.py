@@ -6,27 +6,31 @@ raises ``EnvironmentSetupError`` with everything that is wrong with its settings
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..config.schema import EnvironmentConfig
 from . import arithmetic, modular_sum
 from .base import Environment, EnvironmentSetupError
+from .dataset.environment import NAME as DATASET
+from .dataset.environment import Dataset
+from .modules import load_attribute, user_code
 
 Factory = Callable[[EnvironmentConfig, Path, int], Environment]
 
 BUILT_IN: dict[str, Factory] = {
     arithmetic.NAME: arithmetic.Arithmetic,
     modular_sum.NAME: modular_sum.ModularSum,
+    DATASET: Dataset,
 }
 
 #: What ``Environment`` asks for.
 _MEMBERS = ("name", "fingerprint", "sampling", "max_prompt_tokens", "train_example", "heldout", "episode", "decode")
 
 
-def _factory(name: str) -> Factory:
+def _factory(config: EnvironmentConfig) -> Factory:
+    name = config.name
     if ":" not in name:
         if name not in BUILT_IN:
             raise EnvironmentSetupError(
@@ -34,15 +38,9 @@ def _factory(name: str) -> Factory:
                 "and your own as 'package.module:factory'"
             )
         return BUILT_IN[name]
-    module_name, _, attribute = name.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise EnvironmentSetupError(
-            f"environment.name = {name!r}: {error}; give 'package.module:factory' that Python can import (installed, "
-            "or PYTHONPATH=FOLDER: neither the working directory nor the configuration's folder is searched)"
-        ) from error
+    factory: Factory = load_attribute(name, config.modules, "environment.name")
     if not callable(factory):
+        attribute = name.partition(":")[2]
         raise EnvironmentSetupError(f"environment.name = {name!r}: {attribute} is not callable; name a factory")
     return factory
 
@@ -52,7 +50,7 @@ def make_environment(config: EnvironmentConfig, tokenizer_dir: Path, seed: int) 
 
     ``tokenizer_dir`` is the model's folder (``tokenizer.json``); ``seed`` settles order and prompts.
     """
-    factory, arguments = _factory(config.name), (config, tokenizer_dir, seed)
+    factory, arguments = _factory(config), (config, tokenizer_dir, seed)
     wrong = f"environment.name = {config.name!r}: "
     try:
         inspect.signature(factory).bind(*arguments)
@@ -60,12 +58,30 @@ def make_environment(config: EnvironmentConfig, tokenizer_dir: Path, seed: int) 
         raise EnvironmentSetupError(
             f"{wrong}it cannot be called with (config, tokenizer_dir, seed): {error}; name a factory that can"
         ) from error
-    environment = factory(*arguments)
-    if missing := sorted(name for name in _MEMBERS if not hasattr(environment, name)):
+    with user_code(f"{wrong}making it"):
+        environment = factory(*arguments)
+        missing = sorted(name for name in _MEMBERS if not hasattr(environment, name))
+    if missing:
         raise EnvironmentSetupError(
             f"{wrong}it made a {type(environment).__name__}, which is no environment: it has no {', '.join(missing)}"
         )
+    if problems := [f"{wrong}{problem}" for problem in _member_problems(environment)]:
+        raise EnvironmentSetupError(*problems)
     return environment
+
+
+def _member_problems(environment: Environment) -> Iterator[str]:
+    """What ``Environment`` has under its names, and is not what it must be."""
+    for name in ("name", "fingerprint"):
+        if not isinstance(value := getattr(environment, name), str) or not value:
+            yield f"its {name} is {value!r}; give a text"
+    if not isinstance(sampling := environment.sampling, Mapping):
+        yield f"its sampling is {sampling!r}; give a mapping of sampling parameters, {{}} for none"
+    if not isinstance(longest := environment.max_prompt_tokens, int) or isinstance(longest, bool) or longest < 1:
+        yield f"its max_prompt_tokens is {longest!r}; give the length of the longest prompt, an integer of at least 1"
+    for name in ("train_example", "heldout", "episode", "decode"):
+        if not callable(value := getattr(environment, name)):
+            yield f"its {name} is {value!r}; give a method"
 
 
 def validate_environment(config: EnvironmentConfig, tokenizer_dir: Path, seed: int, context_length: int) -> list[str]:

@@ -21,6 +21,7 @@ _CHANGEABLE = {
         "sync sync_timeout_s sync_wave tensor_parallel verify_sync"
     ),
     "staleness": "adaptive adaptive_ess wait_s",
+    "environment": "modules",
     "checkpoint": "every export_hf_every keep_best keep_last keep_rollouts resume_partial",
     "parallel": "context expert expert_dispatcher expert_tensor pipeline sequence_parallel tensor virtual_pipeline",
     "launch": "control_port grace_s learner_ranks master_port timeout_s",
