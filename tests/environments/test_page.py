@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from tests.environments.in_process import play as play_in_process
 from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments import base, registry
-from vcpo_megatron.environments.base import Environment, Example
-from vcpo_megatron.rollout.agent_loop import run_episode
+from vcpo_megatron.environments.base import Environment
 from vcpo_megatron.rollout.client.protocol import GenerateResult, SamplingParams, Span
 from vcpo_megatron.types import Trajectory
 
@@ -45,7 +45,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentConf
     return EnvironmentConfig(**{**given, "data": tmp_path / given["data"], "heldout": tmp_path / given["heldout"]})
 
 
-def play(environment: Environment, *answers: str, example: Example | None = None) -> tuple[Trajectory, str]:
+def play(environment: Environment, *answers: str, heldout: int | None = None) -> tuple[Trajectory, str]:
     """Trajectory of a policy that gives these answers, and all of its text."""
     left = list(answers)
 
@@ -54,16 +54,7 @@ def play(environment: Environment, *answers: str, example: Example | None = None
         return GenerateResult(ids, (-0.5,) * len(ids), (Span(0, len(ids), "1.0"),), "stop")
 
     trajectory = asyncio.run(
-        run_episode(
-            generate,
-            environment,
-            example or environment.train_example(0),
-            group_id=0,
-            sample_index=0,
-            sampling=SamplingParams(max_new_tokens=32),
-            context_length=100,
-            seed_for_turn=lambda turn: None,
-        )
+        play_in_process(generate, environment, heldout=heldout, sampling=SamplingParams(max_new_tokens=32))
     )
     assert not left
     return trajectory, environment.decode(trajectory.tokens.tolist())
@@ -84,7 +75,7 @@ def test_the_example_of_the_page_runs(settings: EnvironmentConfig, make_tokenize
 
     (held,) = environment.heldout()
     assert held.data["answer"] == 15  # a number
-    assert play(environment, "15", example=held)[0].reward == 1.0
+    assert play(environment, "15", heldout=0)[0].reward == 1.0
     assert environment.max_prompt_tokens == len(PROBLEM) + 1
 
 
