@@ -15,10 +15,11 @@ import pytest
 from pydantic import BaseModel
 from tokenizers import Tokenizer
 
+from tests.environments.in_process import play as play_in_process
+from tests.environments.in_process import setup_problems
 from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments import base, registry
-from vcpo_megatron.environments.base import Environment, Example
-from vcpo_megatron.rollout.agent_loop import run_episode
+from vcpo_megatron.environments.base import Environment
 from vcpo_megatron.rollout.client.protocol import GenerateResult, SamplingParams, Span
 from vcpo_megatron.types import Trajectory
 
@@ -51,7 +52,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentConf
 def play(
     environment: Environment,
     *answers: str,
-    example: Example | None = None,
+    heldout: int | None = None,
     encode: Callable[[str], Sequence[int]] | None = None,
 ) -> tuple[Trajectory, str]:
     """Trajectory of a policy that gives these answers, and all of its text."""
@@ -63,16 +64,7 @@ def play(
         return GenerateResult(ids, (-0.5,) * len(ids), (Span(0, len(ids), "1.0"),), "stop")
 
     trajectory = asyncio.run(
-        run_episode(
-            generate,
-            environment,
-            example or environment.train_example(0),
-            group_id=0,
-            sample_index=0,
-            sampling=SamplingParams(max_new_tokens=32),
-            context_length=100,
-            seed_for_turn=lambda turn: None,
-        )
+        play_in_process(generate, environment, heldout=heldout, sampling=SamplingParams(max_new_tokens=32))
     )
     assert not left
     return trajectory, environment.decode(trajectory.tokens.tolist())
@@ -80,7 +72,6 @@ def play(
 
 def test_the_example_of_the_page_runs(settings: EnvironmentConfig, make_tokenizer: Callable[[str], Path]) -> None:
     folder = make_tokenizer(CHARACTERS)
-    assert registry.validate_environment(settings, folder, 0, 64) == []
     environment = registry.make_environment(settings, folder, 0)
 
     trajectory, text = play(environment, "calc 2*34", "68")
@@ -93,13 +84,13 @@ def test_the_example_of_the_page_runs(settings: EnvironmentConfig, make_tokenize
 
     (held,) = environment.heldout()
     assert held.data["answer"] == 15  # a number
-    assert play(environment, "15", example=held)[0].reward == 1.0
+    assert play(environment, "15", heldout=0)[0].reward == 1.0
     assert environment.max_prompt_tokens == len(PROBLEM) + 1
 
 
 def test_its_settings_are_checked_together(settings: EnvironmentConfig, make_tokenizer: Callable[[str], Path]) -> None:
     bad = settings.model_copy(update={"heldout": None, "options": {"max_call": 1}})
-    problems = registry.validate_environment(bad, make_tokenizer(CHARACTERS), 0, 64)
+    problems = setup_problems(bad, make_tokenizer(CHARACTERS))
     assert len(problems) == 2 and "environment.options.max_call" in problems[0] and "both are needed" in problems[1]
 
 
@@ -118,7 +109,6 @@ def test_the_two_turns_of_the_page_run(
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "second_try", raising=False)
     settings = EnvironmentConfig(name="second_try:SecondTry", modules=chat_folder)
-    assert registry.validate_environment(settings, chat_folder, 0, 64) == []
     environment = registry.make_environment(settings, chat_folder, 0)
     tokenizer = Tokenizer.from_file(str(chat_folder / "tokenizer.json"))
     trajectory, _ = play(
@@ -156,11 +146,8 @@ def test_the_reward_of_the_page_runs(chat_folder: Path, monkeypatch: pytest.Monk
 
 def test_the_data_set_of_the_page_is_configured_as_the_code_wants_it(tmp_path: Path) -> None:
     given = tomllib.loads(block("toml", 'name = "dataset"'))["environment"]
-    problems = registry.validate_environment(
-        EnvironmentConfig(**{**given, "data": tmp_path / "a.parquet", "heldout": tmp_path / "b.parquet"}),
-        tmp_path,
-        0,
-        64,
+    problems = setup_problems(
+        EnvironmentConfig(**{**given, "data": tmp_path / "a.parquet", "heldout": tmp_path / "b.parquet"}), tmp_path
     )
     assert all(any(word in line for word in ("no such file", "math-verify")) for line in problems) and problems
 

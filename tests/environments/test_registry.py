@@ -2,10 +2,11 @@
 
 import pytest
 
+from tests.environments.in_process import setup_problems
 from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments.base import EnvironmentSetupError
 from vcpo_megatron.environments.modular_sum import ModularSum
-from vcpo_megatron.environments.registry import make_environment, validate_environment
+from vcpo_megatron.environments.registry import make_environment
 
 
 def config(name="modular_sum", **values):
@@ -37,22 +38,15 @@ def test_a_user_environment_is_made_by_its_factory(make_tokenizer):
     ],
 )
 def test_an_unknown_name_is_one_clear_problem(make_tokenizer, name, expected):
-    (line,) = validate_environment(config(name), make_tokenizer(), 0, 64)
+    (line,) = setup_problems(config(name), make_tokenizer())
     assert line.startswith(f"environment.name = {name!r}: ") and expected in line
     with pytest.raises(EnvironmentSetupError):
         make_environment(config(name), make_tokenizer(), 0)
 
 
-def test_prompt_and_answer_must_fit_the_context(make_tokenizer):
-    folder = make_tokenizer()
-    assert validate_environment(config(), folder, 0, 17) == []
-    (line,) = validate_environment(config(), folder, 0, 16)
-    assert "a prompt of 9 tokens and an answer of 8 exceed the model's context of 16" in line
-
-
 def test_all_problems_are_reported(make_tokenizer, tmp_path):
     settings = config(options={"modulus": 0, "digitz": 1}, heldout=tmp_path / "none.jsonl")
-    lines = validate_environment(settings, make_tokenizer("012345678"), 0, 64)
+    lines = setup_problems(settings, make_tokenizer("012345678"))
     assert len(lines) == 4
     for word in ("modulus", "digitz", "'9', '='", "none.jsonl: no such file"):
         assert any(word in line for line in lines), word

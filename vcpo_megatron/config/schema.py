@@ -274,6 +274,17 @@ class EnvironmentConfig(Section):
     modules: Path | None = Field(
         None, description="folder that is searched for your own modules; default: the folder of the configuration file"
     )
+    workers: int = Field(2, ge=1, le=256, description="processes that the environment's code runs in")
+    episode_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST_S,
+        description="deadline of an episode's own code, its calls together, servers not counted; "
+        "default: half of staleness.wait_s",
+    )
+    worker_memory_gb: float | None = Field(
+        None, gt=0, le=1e6, description="GiB that a worker may allocate before it gets MemoryError; default: any"
+    )
 
 
 class StalenessConfig(Section):

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.environments.in_process import setup_problems
 from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments.base import Action, EnvironmentSetupError, Example, Outcome
 from vcpo_megatron.environments.dataset.environment import Dataset
-from vcpo_megatron.environments.registry import validate_environment
 
 USER = {"role": "user", "content": "1+1"}
 ROWS = [{"prompt": f"{number}+1", "answer": str(number + 1)} for number in range(20)]
@@ -224,7 +224,7 @@ def test_a_bad_setting_is_named(chat_folder: Path, options: dict[str, Any], said
 def test_all_problems_are_found_together(chat_folder: Path) -> None:
     (chat_folder / "tokenizer_config.json").write_text("{}")
     given = settings(chat_folder, ROWS, ROWS, heldout_share=0.1, reward="exact")
-    lines = validate_environment(given.model_copy(update={"data": None}), chat_folder, 0, 64)
+    lines = setup_problems(given.model_copy(update={"data": None}), chat_folder)
     for word in ("options.heldout_share", "environment.data: missing", "no chat template", "'exact' is unknown"):
         assert any(word in line for line in lines), word
 

@@ -122,7 +122,7 @@ def test_what_it_may_return(tmp_path: Path, module: Callable[[str], str], value:
         ("float('nan')", "returned nan"),
         ("[1.0]", "returned [1.0]"),
         ("numpy.array([1.0])", "returned array([1.])"),
-        ("{'reward': None}", "returned reward = None"),
+        ("{'reward': None}", "returned reward None"),
         ("{'score': 1.0}", "returned a mapping with score"),
         ("{'reward': 1.0, 'info': 3}", "returned info 3"),
         ("{'reward': 1.0, 'info': {'a': None}}", "returned info a = None"),

@@ -16,6 +16,7 @@ from .algorithm import algorithm_problems, idle_keys, training_problems
 from .experts import expert_problems
 from .parallel import parallel_problems, split_problems
 from .rollout import (
+    episode_problems,
     generation_problems,
     model_rollout_problems,
     replay_problems,
@@ -36,6 +37,7 @@ def problems(config: RunConfig) -> list[str]:
         *training_problems(config),
         *idle_keys(config),
         *rollout_problems(config),
+        *episode_problems(config),
         *server_problems(config),
         *weight_sync_problems(config),
         *replay_problems(config),

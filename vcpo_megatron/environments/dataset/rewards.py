@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,8 +29,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..base import EnvironmentSetupError, Problems, parse_options
+from ..base import EnvironmentSetupError, Outcome, Problems, parse_options
 from ..modules import load_attribute
+from ..workers import values
 from .scoring import BUILT_IN, Answered, BuiltIn, Scoring
 
 #: Arguments that every function may have: they are of the answer, not of the row.
@@ -109,22 +109,14 @@ async def _call(reward: Reward, answered: Answered, row: Mapping[str, Any]) -> S
 
 def _score(value: Any, name: str) -> Score:
     """What a function returned, checked."""
-    if not isinstance(value, Mapping):
-        return Score(_number(value, f"reward {name!r} returned"))
-    if unknown := sorted(set(map(str, value)) - {"reward", "info"}):
-        raise RewardError(f"reward {name!r} returned a mapping with {', '.join(unknown)}; it may have reward and info")
-    if not isinstance(info := value.get("info", {}), Mapping):
-        raise RewardError(f"reward {name!r} returned info {info!r}; give a mapping of names to numbers")
-    averaged = {str(key): _number(item, f"reward {name!r} returned info {key} =") for key, item in info.items()}
-    return Score(_number(value.get("reward"), f"reward {name!r} returned reward ="), averaged)
-
-
-def _number(value: Any, what: str) -> float:
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # of NumPy or torch
-        value = value.item()
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise RewardError(f"{what} {value!r}; give a finite number")
-    return float(value)
+    try:
+        if not isinstance(value, Mapping):
+            return Score(values.number(value))
+        if unknown := sorted(set(map(str, value)) - {"reward", "info"}):
+            raise values.BadValue(f"a mapping with {', '.join(unknown)}; it may have reward and info")
+        return Score(*values.outcome(Outcome(value.get("reward"), value.get("info", {}))))  # type: ignore[arg-type]
+    except values.BadValue as error:
+        raise RewardError(f"reward {name!r} returned {str(error).removeprefix('returned ')}") from None
 
 
 # --- from the configuration -------------------------------------------------------------------

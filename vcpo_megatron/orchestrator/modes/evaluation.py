@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 
 from ...config.process import WARNING_PREFIX
-from ...environments.base import Environment, Example
+from ...environments.client import EnvironmentClient, Prompt
 from ...rollout.agent_loop import run_episode
 from ...rollout.fleet.fleet import Fleet
 from ...rollout.fleet.server import Server
@@ -59,7 +59,7 @@ class Evaluation:
 
     def __init__(
         self,
-        environment: Environment,
+        environment: EnvironmentClient,
         fleet: Fleet,
         sync: WeightSync,
         rules: SamplingRules,
@@ -105,13 +105,13 @@ class Evaluation:
         return self._versions[self._next] if self._next < len(self._versions) else None
 
     async def _evaluate(self, version: int) -> dict[str, float]:
-        heldout = self._environment.heldout()
+        heldout = self._environment.description.heldout
         rewards: list[float | None] = [None] * len(heldout)
         failures: list[str] = []
         tasks: list[asyncio.Task[None]] = []
         among = self._sync.evaluators
 
-        async def sample(index: int, example: Example) -> None:
+        async def sample(index: int, prompt: Prompt) -> None:
             lease = await self._fleet.changes.until(
                 lambda: self._fleet.lease(1, among=among, allowed=lambda number: number == version)
             )
@@ -120,7 +120,7 @@ class Evaluation:
                     trajectory = await run_episode(
                         lease.generate,
                         self._environment,
-                        example,
+                        prompt,
                         group_id=EVALUATION_GROUP,
                         sample_index=index,
                         sampling=self._rules.sampling,
@@ -138,7 +138,7 @@ class Evaluation:
                 self._at = f"evaluation of version {version}: {done} of {len(heldout)} samples done"
 
         try:
-            tasks += [asyncio.create_task(sample(index, example)) for index, example in enumerate(heldout)]
+            tasks += [asyncio.create_task(sample(index, prompt)) for index, prompt in enumerate(heldout)]
             await asyncio.gather(*tasks)
         finally:
             await cancel(*tasks)
