@@ -1,11 +1,13 @@
 """Tokenizer folders for environments: the digits, "=", and whatever a test asks for; and one with a chat template."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from tests.environments.in_process import forgotten_modules
 
 CHATML = (
     "{% for message in messages %}<s>{{ message['role'] + ' ' + message['content'] }}</s>{% endfor %}"
@@ -61,3 +63,9 @@ def chat_folder(tmp_path: Path) -> Path:
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": "</s>"}))
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def modules_are_forgotten() -> Iterator[None]:
+    with forgotten_modules():
+        yield

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,18 @@ class InProcess:
 
     async def stop(self) -> None:
         await self._host.stop(5.0)
+
+
+@contextmanager
+def forgotten_modules() -> Iterator[None]:
+    """A user's modules are forgotten at the end, and their folders: other tests have modules of the same names."""
+    before, path = set(sys.modules), list(sys.path)
+    yield
+    added = [folder for folder in sys.path if folder not in path]
+    sys.path[:] = path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(tuple(added) or "-"):
+            del sys.modules[name]
 
 
 def setup_problems(config: EnvironmentConfig, tokenizer_dir: Path, seed: int = 0) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,6 @@ import pytest
 from vcpo_megatron.config.load import dump_resolved, load_config, load_resolved
 from vcpo_megatron.environments.base import EnvironmentSetupError
 from vcpo_megatron.environments.modules import load_attribute
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of modules; Python's path is put back."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return tmp_path
 
 
 def problem(name: str, folder: Path | None) -> str:
@@ -27,14 +19,14 @@ def problem(name: str, folder: Path | None) -> str:
     return line
 
 
-def test_the_folder_is_searched_also_for_what_a_module_imports_later(folder: Path) -> None:
-    (folder / "found_here.py").write_text("def late():\n    import found_too\n    return found_too.VALUE\n")
-    (folder / "found_too.py").write_text("VALUE = 5\n")
-    (folder / "a_package").mkdir()
-    (folder / "a_package" / "__init__.py").touch()
-    (folder / "a_package" / "inner.py").write_text("VALUE = 6\n")
-    assert load_attribute("found_here:late", folder, "key")() == 5
-    assert load_attribute("a_package.inner:VALUE", folder, "key") == 6
+def test_the_folder_is_searched_also_for_what_a_module_imports_later(tmp_path: Path) -> None:
+    (tmp_path / "found_here.py").write_text("def late():\n    import found_too\n    return found_too.VALUE\n")
+    (tmp_path / "found_too.py").write_text("VALUE = 5\n")
+    (tmp_path / "a_package").mkdir()
+    (tmp_path / "a_package" / "__init__.py").touch()
+    (tmp_path / "a_package" / "inner.py").write_text("VALUE = 6\n")
+    assert load_attribute("found_here:late", tmp_path, "key")() == 5
+    assert load_attribute("a_package.inner:VALUE", tmp_path, "key") == 6
 
 
 @pytest.mark.parametrize(
@@ -52,26 +44,26 @@ def test_the_folder_is_searched_also_for_what_a_module_imports_later(folder: Pat
     ],
 )
 def test_what_is_wrong_with_a_module_is_one_line_with_its_place(
-    folder: Path, request: pytest.FixtureRequest, source: str, said: str
+    tmp_path: Path, request: pytest.FixtureRequest, source: str, said: str
 ) -> None:
     name = f"wrong_{abs(hash(request.node.name))}"
-    file = folder / f"{name}.py"
+    file = tmp_path / f"{name}.py"
     file.write_text(source)
-    assert said.format(name=name, file=file) in problem(f"{name}:factory", folder)
+    assert said.format(name=name, file=file) in problem(f"{name}:factory", tmp_path)
 
 
-def test_a_module_that_is_nowhere(folder: Path) -> None:
-    line = problem("no_such_module_here:factory", folder)
-    assert "No module named 'no_such_module_here'" in line and f"{folder} (the folder of RUN.toml)" in line
+def test_a_module_that_is_nowhere(tmp_path: Path) -> None:
+    line = problem("no_such_module_here:factory", tmp_path)
+    assert "No module named 'no_such_module_here'" in line and f"{tmp_path} (the folder of RUN.toml)" in line
     assert "RUN.toml" not in problem("no_such_module_here:factory", None)
 
 
 @pytest.mark.parametrize("name", ["json", "sys", "json.mine"])
-def test_an_installed_module_of_the_same_name_is_never_taken_for_yours(folder: Path, name: str) -> None:
-    file = folder.joinpath(*name.split(".")).with_suffix(".py")
+def test_an_installed_module_of_the_same_name_is_never_taken_for_yours(tmp_path: Path, name: str) -> None:
+    file = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
     file.parent.mkdir(exist_ok=True)
     file.write_text("factory = 1\n")
-    assert f"{file} is hidden by " in problem(f"{name}:factory", folder)
+    assert f"{file} is hidden by " in problem(f"{name}:factory", tmp_path)
 
 
 @pytest.mark.parametrize("name", [":factory", "module:", "a..b:c", "a-b:c", "./a:c"])

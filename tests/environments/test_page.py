@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import importlib
 import re
-import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,8 +40,6 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentConf
     (tmp_path / "calculator.py").write_text(block("python", "# calculator.py"))
     (tmp_path / "train.jsonl").write_text(f'{{"problem": "{PROBLEM}", "answer": "68"}}\n')
     (tmp_path / "heldout.jsonl").write_text('{"problem": "3 bags of 5?", "answer": 15}\n')
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "calculator", raising=False)
     given = tomllib.loads(block("toml", "calculator:Calculator"))["environment"]
     return EnvironmentConfig(
         **{**given, "data": tmp_path / given["data"], "heldout": tmp_path / given["heldout"]}, modules=tmp_path
@@ -106,8 +103,6 @@ def test_the_two_turns_of_the_page_run(
     chat_folder: Path, monkeypatch: pytest.MonkeyPatch, answers: list[str], reward: float, said: str
 ) -> None:
     (chat_folder / "second_try.py").write_text(block("python", "# second_try.py"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "second_try", raising=False)
     settings = EnvironmentConfig(name="second_try:SecondTry", modules=chat_folder)
     environment = registry.make_environment(settings, chat_folder, 0)
     tokenizer = Tokenizer.from_file(str(chat_folder / "tokenizer.json"))
@@ -126,8 +121,6 @@ def test_the_two_turns_of_the_page_run(
 def test_the_reward_of_the_page_runs(chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (chat_folder / "rewards.py").write_text(block("python", "# rewards.py"))
     (chat_folder / "train.jsonl").write_text('{"prompt": "2+2?", "answer": "4", "level": 3}\n')
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "rewards", raising=False)
     given = re.search(r"reward = (\[.*\])$", block("python", "# rewards.py"), flags=re.MULTILINE)
     assert given
     environment = registry.make_environment(

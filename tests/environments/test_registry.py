@@ -50,3 +50,21 @@ def test_all_problems_are_reported(make_tokenizer, tmp_path):
     assert len(lines) == 4
     for word in ("modulus", "digitz", "'9', '='", "none.jsonl: no such file"):
         assert any(word in line for line in lines), word
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def make(*_):\n    return {}['key']\n", "making it raised KeyError: 'key' ({file} line 2); correct it"),
+        ("import sys\ndef make(*_):\n    sys.exit()\n", "making it raised SystemExit ({file} line 3); correct it"),
+        (
+            "class make:\n    def __init__(self, *_): pass\n    @property\n    def name(self): raise OSError('no')\n",
+            "making it raised OSError: no ({file} line 4); correct it",
+        ),
+    ],
+)
+def test_a_factory_that_raises_is_one_problem_with_its_place(make_tokenizer, tmp_path, source, said):
+    file = tmp_path / "own_factory.py"
+    file.write_text(source)
+    (line,) = setup_problems(config("own_factory:make", modules=tmp_path), make_tokenizer())
+    assert line == "environment.name = 'own_factory:make': " + said.format(file=file)

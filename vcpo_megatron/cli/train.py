@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .common import DONE, add_command, note, refuse
+from .common import DONE, add_command, add_overrides, note, refuse
 
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
@@ -30,14 +30,7 @@ def add_train(commands: Any) -> None:
         example="vcpo train examples/modular_sum_cpu/run.toml --set train.steps=40 --run-dir runs/first",
     )
     parser.add_argument("config", type=Path, metavar="RUN.toml", help="the configuration")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override one key, as in optimizer.lr=1e-6; repeatable; paths are taken from the working directory",
-    )
+    add_overrides(parser)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-TIMESTAMP")
     parser.add_argument(
         "--resume",
@@ -77,7 +70,7 @@ def _train(args: argparse.Namespace) -> int:
 
     try:
         directory, config, notes = _resumed(args) if args.resume else _fresh(args)
-        plan = _plan(directory, config, resume=args.resume)
+        plan = _plan(directory, config, resume=args.resume, dry_run=args.dry_run)
     except ConfigError as error:
         return refuse(error.problems)
     for text in notes:
@@ -122,19 +115,21 @@ def _resumed(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[st
     return directory, config, [text] if ignored else []
 
 
-def _plan(directory: RunDirectory, config: RunConfig, *, resume: bool) -> Plan:
-    """The processes of the run; ConfigError with everything that is in the way of a start."""
+def _plan(directory: RunDirectory, config: RunConfig, *, resume: bool, dry_run: bool) -> Plan:
+    """The processes of the run; ConfigError with everything that is in the way of a start. A dry run plays an episode
+    of the environment and tries the ports, too."""
     from ..launch.devices import visible_gpus
     from ..launch.placement import PlacementError, plan_local
     from ..launch.workspace import run_directory_problems
-    from ..planning.preflight import config_problems
+    from ..planning.preflight import config_problems, port_problems
     from ..run.errors import ConfigError
 
-    found = [*run_directory_problems(directory, resume=resume), *config_problems(config)]
+    found = [*run_directory_problems(directory, resume=resume), *config_problems(config, episodes=int(dry_run))]
     try:
         plan = plan_local(config, gpus=visible_gpus())
     except PlacementError as error:
         raise ConfigError([*found, str(error)]) from None
+    found += port_problems(plan) if dry_run else []
     if found:
         raise ConfigError(found)
     return plan

@@ -110,6 +110,9 @@ class Environment(Protocol):
         """Text of sampled tokens, for ``Action.text``."""
         ...
 
+    # An environment may also have ``reference(example)``: the tokens of a right answer, () for none. A check before a
+    # run plays it (``vcpo env check``).
+
 
 class Problems:
     """Collects the problems of several independent checks, so that a user sees all of them at once."""

@@ -7,7 +7,7 @@ raises ``EnvironmentSetupError`` with everything that is wrong with its settings
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from ..config.schema import EnvironmentConfig
@@ -65,39 +65,4 @@ def make_environment(config: EnvironmentConfig, tokenizer_dir: Path, seed: int) 
         raise EnvironmentSetupError(
             f"{wrong}it made a {type(environment).__name__}, which is no environment: it has no {', '.join(missing)}"
         )
-    if problems := [f"{wrong}{problem}" for problem in _member_problems(environment)]:
-        raise EnvironmentSetupError(*problems)
     return environment
-
-
-def _member_problems(environment: Environment) -> Iterator[str]:
-    """What ``Environment`` has under its names, and is not what it must be."""
-    for name in ("name", "fingerprint"):
-        if not isinstance(value := getattr(environment, name), str) or not value:
-            yield f"its {name} is {value!r}; give a text"
-    if not isinstance(sampling := environment.sampling, Mapping):
-        yield f"its sampling is {sampling!r}; give a mapping of sampling parameters, {{}} for none"
-    if not isinstance(longest := environment.max_prompt_tokens, int) or isinstance(longest, bool) or longest < 1:
-        yield f"its max_prompt_tokens is {longest!r}; give the length of the longest prompt, an integer of at least 1"
-    for name in ("train_example", "heldout", "episode", "decode"):
-        if not callable(value := getattr(environment, name)):
-            yield f"its {name} is {value!r}; give a method"
-
-
-def validate_environment(config: EnvironmentConfig, tokenizer_dir: Path, seed: int, context_length: int) -> list[str]:
-    """All problems found before a start, one line each; [] when the environment can be made and fits.
-
-    ``context_length`` is the longest sequence of the model in tokens.
-    """
-    try:
-        environment = make_environment(config, tokenizer_dir, seed)
-    except EnvironmentSetupError as error:
-        return list(error.problems)
-    prompt = environment.max_prompt_tokens
-    answer = environment.sampling.get("max_new_tokens", 1)
-    if prompt + answer > context_length:
-        return [
-            f"environment {config.name}: a prompt of {prompt} tokens and an answer of {answer} exceed the model's "
-            f"context of {context_length}; shorten the prompts or take a model with a longer context"
-        ]
-    return []

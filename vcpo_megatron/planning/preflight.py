@@ -1,23 +1,39 @@
-"""Whether a configuration can run at all, before anything starts: its own checks and its environment's, together."""
+"""Whether a configuration can run at all, before anything starts: its own checks and its environment's, together; and
+whether the ports that it names can be had here."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..config.checks.problems import problems
 from ..config.schema import RunConfig
-from ..environments.registry import validate_environment
-from ..models.folder import read_model
+from ..launch.placement import Plan
+from ..launch.ports import PortError, choose_ports
+from ..models.tokenizer import TokenizerError
+from ..orchestrator.modes.environment_check import PlayedEpisode, check_environment
 from ..run.errors import ConfigError
 
 
-def config_problems(config: RunConfig) -> list[str]:
-    """Everything that keeps ``config`` from running on any machine."""
+def config_problems(
+    config: RunConfig, *, episodes: int = 0, show: Callable[[PlayedEpisode], None] = lambda episode: None
+) -> list[str]:
+    """Everything that keeps ``config`` from running on any machine. ``episodes`` of the environment's training and
+    held-out prompts are played, and ``show`` gets each; from the main thread, see ``check_environment``."""
     found = problems(config)
     try:
-        context = config.rollout.context_length or read_model(config.model.path).max_position_embeddings
-    except ConfigError:
+        of_environment = check_environment(config, episodes=episodes, show=show)
+    except (ConfigError, TokenizerError):
         return found  # already among them
-    of_environment = validate_environment(config.environment, config.model.path, config.train.seed, context)
     # A file that is missing or broken was named once already, with its key.
     files = (config.environment.data, config.environment.heldout, config.model.path / "tokenizer.json")
     named = [str(file) for file in files if file and any(str(file) in problem for problem in found)]
     return found + [line for line in of_environment if not any(file in line for file in named)]
+
+
+def port_problems(plan: Plan) -> list[str]:
+    """Why the processes of ``plan`` cannot listen where they should on this machine, at this moment."""
+    try:
+        choose_ports(plan)
+    except PortError as error:
+        return [str(error)]
+    return []
