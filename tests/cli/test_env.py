@@ -27,12 +27,14 @@ def none(response):
 def data(toml: Path) -> Path:
     """``toml`` with a data set and ``own_rewards.py``."""
     rows = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
+    rows.append({"question": "12345678=", "answer": "0"})
     (toml.parent / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (toml.parent / "own_rewards.py").write_text(REWARDS)
     before, _, _ = toml.read_text().partition("[environment]")
     toml.write_text(
         before + '[environment]\nname = "dataset"\ndata = "train.jsonl"\nfields = { prompt = "question" }\n'
-        '[environment.options]\nreward = "own_rewards:score"\nheldout_share = 0.25\nchat = false\ntext = "{prompt}"\n'
+        '[environment.options]\nreward = "own_rewards:score"\nchat = false\n'
+        "heldout_share = 0.25\nmax_prompt_tokens = 4\n"
     )
     return toml
 
@@ -46,7 +48,8 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_episodes_are_shown(data: Path, capsys: pytest.CaptureFixture[str], pool: None) -> None:
     assert cli.main(["env", "check", str(data), "--episodes", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
     assert lines[0].startswith("train/0/") and ", answered with random tokens; tokens: prompt 4, answer " in lines[0]
     assert any(", answered with the reference answer;" in line for line in lines)
     assert sum(line.startswith("heldout/") for line in lines) == 2
@@ -54,6 +57,9 @@ def test_episodes_are_shown(data: Path, capsys: pytest.CaptureFixture[str], pool
         line.startswith("    reward: ") for line in lines
     )
     assert "    reward:           1  length 1" in lines  # of the reference answer
+    assert (
+        shown.err.startswith(f"vcpo: note: {data.parent}/train.jsonl: 1 of ") and "left out: longer than" in shown.err
+    )
     assert lines[-1] == "environment dataset: 4 episodes were played, all came to their end"
 
 

@@ -32,7 +32,7 @@ class InProcess:
         heldout = values.heldout(environment)
         said = values.description(environment, heldout)
         prompts = tuple(Prompt(name, "heldout", index) for index, name in enumerate(said.pop("heldout")))
-        self.description = Description(heldout=prompts, **said)
+        self.description = Description(heldout=prompts, notes=tuple(said.pop("notes")), **said)
         self._conversation = Conversation(lambda message: self._host.handle(message), Tally())
         memory = Activity(mmap.mmap(-1, mmap.PAGESIZE))
         self._host = EnvironmentHost(environment, heldout, limit_s, self._conversation.on_message, memory)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .common import DONE, FAILED, add_command
+from .common import DONE, FAILED, add_command, note
 
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
@@ -52,9 +52,10 @@ def _problems(config: RunConfig) -> list[str]:
     run, its ports are tried as well."""
     from ..launch.devices import visible_gpus
     from ..launch.placement import PlacementError, plan_local
+    from ..orchestrator.modes.environment_check import Examination
     from ..planning.preflight import config_problems, port_problems
 
-    found = config_problems(config, episodes=1)
+    found = config_problems(config, Examination(1, note=note))
     try:
         return found + port_problems(plan_local(config, gpus=visible_gpus()))
     except PlacementError:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .common import BAD_USAGE, DONE, FAILED, add_command, add_overrides, positive, refuse, say
+from .common import BAD_USAGE, DONE, FAILED, add_command, add_overrides, note, positive, refuse, say
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,6 +49,7 @@ def add_env(commands: Any) -> None:
 def _check(args: argparse.Namespace) -> int:
     from ..config.load import load_config
     from ..models.tokenizer import TokenizerError, load_tokenizer
+    from ..orchestrator.modes.environment_check import Examination
     from ..planning.preflight import config_problems
     from ..run.errors import ConfigError
 
@@ -62,7 +63,7 @@ def _check(args: argparse.Namespace) -> int:
     try:
         config = load_config(args.config, args.overrides)
         tokenizer = load_tokenizer(config.model.path / "tokenizer.json")
-        problems = config_problems(config, episodes=args.episodes, show=show)
+        problems = config_problems(config, Examination(args.episodes, show, note))
     except ConfigError as error:
         return refuse(error.problems)
     except TokenizerError as error:

@@ -121,10 +121,14 @@ def _plan(directory: RunDirectory, config: RunConfig, *, resume: bool, dry_run: 
     from ..launch.devices import visible_gpus
     from ..launch.placement import PlacementError, plan_local
     from ..launch.workspace import run_directory_problems
-    from ..planning.preflight import config_problems, port_problems
+    from ..orchestrator.modes.environment_check import Examination
+    from ..planning.preflight import NOTHING_PLAYED, config_problems, port_problems
     from ..run.errors import ConfigError
 
-    found = [*run_directory_problems(directory, resume=resume), *config_problems(config, episodes=int(dry_run))]
+    found = [
+        *run_directory_problems(directory, resume=resume),
+        *config_problems(config, Examination(1, note=note) if dry_run else NOTHING_PLAYED),
+    ]
     try:
         plan = plan_local(config, gpus=visible_gpus())
     except PlacementError as error:

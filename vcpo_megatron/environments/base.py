@@ -110,8 +110,8 @@ class Environment(Protocol):
         """Text of sampled tokens, for ``Action.text``."""
         ...
 
-    # An environment may also have ``reference(example)``: the tokens of a right answer, () for none. A check before a
-    # run plays it (``vcpo env check``).
+    # An environment may also have ``reference(example)``, the tokens of a right answer, () for none, which a check
+    # before a run plays (``vcpo env check``), and ``notes``, lines that a user is told at the start.
 
 
 class Problems:

@@ -37,13 +37,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Description:
-    """What an environment says about itself; the fields are those of ``base.Environment``."""
+    """What an environment says about itself; the fields are those of ``base.Environment``. ``notes``: for the user."""
 
     name: str
     fingerprint: str
     sampling: Mapping[str, Any]
     max_prompt_tokens: int
     heldout: tuple[Prompt, ...]
+    notes: tuple[str, ...] = ()
 
 
 class EpisodeClient(Protocol):

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Coroutine, Sequence
 from typing import Any, NoReturn
 
-from ..config.process import ERROR_PREFIX, WARNING_PREFIX, ProcessContext
+from ..config.process import ERROR_PREFIX, NOTE_PREFIX, WARNING_PREFIX, ProcessContext
 from ..config.schema import RunConfig
 from ..environments.base import EnvironmentSetupError
 from ..environments.client import EnvironmentClient
@@ -67,6 +67,8 @@ def make_environment_workers(context: ProcessContext, config: RunConfig) -> Work
 def make_parts(context: ProcessContext, config: RunConfig, shape: ModelShape, environment: EnvironmentClient) -> Parts:
     """The real parts of a run; errors in what they need are raised before any server starts."""
     sampling = environment.description.sampling
+    for note in environment.description.notes:
+        print(f"{NOTE_PREFIX}{note}", flush=True)
     if config.rollout.router is not None and (problem := sampling_problem(sampling)) is not None:
         raise ConfigError([problem])
     changes = Notifier()

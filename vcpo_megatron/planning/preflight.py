@@ -3,25 +3,24 @@ whether the ports that it names can be had here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ..config.checks.problems import problems
 from ..config.schema import RunConfig
 from ..launch.placement import Plan
 from ..launch.ports import PortError, choose_ports
 from ..models.tokenizer import TokenizerError
-from ..orchestrator.modes.environment_check import PlayedEpisode, check_environment
+from ..orchestrator.modes.environment_check import Examination, check_environment
 from ..run.errors import ConfigError
 
+#: The environment is made and asked for prompts, none is played.
+NOTHING_PLAYED = Examination()
 
-def config_problems(
-    config: RunConfig, *, episodes: int = 0, show: Callable[[PlayedEpisode], None] = lambda episode: None
-) -> list[str]:
-    """Everything that keeps ``config`` from running on any machine. ``episodes`` of the environment's training and
-    held-out prompts are played, and ``show`` gets each; from the main thread, see ``check_environment``."""
+
+def config_problems(config: RunConfig, examination: Examination = NOTHING_PLAYED) -> list[str]:
+    """Everything that keeps ``config`` from running on any machine, after an ``examination`` of its environment; from
+    the main thread, see ``check_environment``."""
     found = problems(config)
     try:
-        of_environment = check_environment(config, episodes=episodes, show=show)
+        of_environment = check_environment(config, examination)
     except (ConfigError, TokenizerError):
         return found  # already among them
     # A file that is missing or broken was named once already, with its key.

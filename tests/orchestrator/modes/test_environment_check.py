@@ -15,6 +15,7 @@ from vcpo_megatron.environments.base import Action, Example, Observation, Outcom
 from vcpo_megatron.environments.client import Description, Prompt
 from vcpo_megatron.orchestrator.modes import environment_check
 from vcpo_megatron.orchestrator.modes.environment_check import (
+    Examination,
     Model,
     PlayedEpisode,
     ask_and_play,
@@ -124,7 +125,7 @@ def examine(task: Any, episodes: int = 1) -> tuple[list[str], list[PlayedEpisode
     async def run() -> list[str]:
         client = InProcess(task)
         try:
-            work = ask_and_play(run_config(), MODEL, episodes, played.append, client)
+            work = ask_and_play(run_config(), MODEL, Examination(episodes, played.append), client)
             return await run_beside(work, client.supervise())
         finally:
             await client.stop()
@@ -237,7 +238,7 @@ def test_a_user_s_code_never_takes_the_check_down(
         environment={"name": f"{name}:Mine", "modules": tmp_path},
         launch={"timeout_s": 3.0 if kind == "hangs" else 60.0},
     )
-    (line,) = check_environment(config, episodes=1)
+    (line,) = check_environment(config, Examination(1))
     assert line.startswith(f"environment.name = '{name}:Mine': ") or line.startswith("environment 'mine'")
     assert expected.format(name=name) in line and "\n" not in line
     logs = list(tmp_path.glob("vcpo-environment-*"))

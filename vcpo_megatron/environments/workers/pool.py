@@ -98,7 +98,7 @@ class WorkerPool:
             heldout = tuple(Prompt(name, "heldout", index) for index, name in enumerate(said["heldout"]))
             sampling = {key: tuple(v) if isinstance(v, list) else v for key, v in said["sampling"].items()}
             self._description = Description(
-                said["name"], said["fingerprint"], sampling, said["max_prompt_tokens"], heldout
+                said["name"], said["fingerprint"], sampling, said["max_prompt_tokens"], heldout, tuple(said["notes"])
             )
         for key, value in self._said.items():
             if said[key] != value:

@@ -169,6 +169,7 @@ def description(environment: Environment, heldout: Sequence[Example]) -> dict[st
         "sampling": plain,
         "max_prompt_tokens": longest,
         "heldout": [held.prompt_id for held in heldout],
+        "notes": [one_line(note, 1000) for note in getattr(environment, "notes", ())],  # it need not have any
     }
 
 

@@ -191,12 +191,19 @@ class Examined(EnvironmentClient, Protocol):
         ...
 
 
-def check_environment(
-    config: RunConfig, *, episodes: int, show: Callable[[PlayedEpisode], None] = lambda _: None
-) -> list[str]:
-    """Everything that is wrong with the environment of ``config``, a line each; ``show`` gets each of the ``episodes``
-    training and held-out prompts that were played, with the reference answer where there is one. Call it from the main
-    thread: worker processes end with the thread that started them.
+@dataclass(frozen=True)
+class Examination:
+    """What is done: ``episodes`` training and held-out prompts are played, with random tokens and with the reference
+    answer where there is one; ``show`` gets each episode, ``note`` what the environment has to say."""
+
+    episodes: int = 0
+    show: Callable[[PlayedEpisode], None] = lambda episode: None
+    note: Callable[[str], None] = lambda text: None
+
+
+def check_environment(config: RunConfig, examination: Examination) -> list[str]:
+    """Everything that is wrong with the environment of ``config``, a line each. Call it from the main thread: worker
+    processes end with the thread that started them.
 
     ConfigError, TokenizerError: the model's folder cannot be used.
     """
@@ -204,7 +211,7 @@ def check_environment(
     folder = Path(tempfile.mkdtemp(prefix="vcpo-environment-"))
     found: list[str] = []
     try:
-        found = asyncio.run(_check(config, model, episodes, show, folder))
+        found = asyncio.run(_check(config, model, examination, folder))
     except EnvironmentSetupError as error:
         found = list(error.problems)
     except RunError as error:
@@ -215,9 +222,7 @@ def check_environment(
     return found
 
 
-async def _check(
-    config: RunConfig, model: Model, episodes: int, show: Callable[[PlayedEpisode], None], folder: Path
-) -> list[str]:
+async def _check(config: RunConfig, model: Model, examination: Examination, folder: Path) -> list[str]:
     pool = WorkerPool(
         WorkerSetup.of(config),
         workers=1,
@@ -225,14 +230,14 @@ async def _check(
         log=lambda index: folder / f"environment.{index}.log",
     )
     async with pool as environment:
-        return await run_beside(ask_and_play(config, model, episodes, show, environment), environment.supervise())
+        return await run_beside(ask_and_play(config, model, examination, environment), environment.supervise())
 
 
-async def ask_and_play(
-    config: RunConfig, model: Model, episodes: int, show: Callable[[PlayedEpisode], None], environment: Examined
-) -> list[str]:
+async def ask_and_play(config: RunConfig, model: Model, examination: Examination, environment: Examined) -> list[str]:
     """As ``check_environment``, of an environment that was made."""
-    said = environment.description
+    said, episodes = environment.description, examination.episodes
+    for note in said.notes:
+        examination.note(note)
     found = list(description_problems(said, config, model.vocab_size, model.context_length))
     training = [await environment.train_prompt(index) for index in range(_NAMED)]
     found += [f"environment {said.name}: {line}" for line in _name_problems("train_example", training, said.heldout)]
@@ -242,7 +247,7 @@ async def ask_and_play(
     for number, prompt in enumerate(played):
         for first in dict.fromkeys([(), await environment.reference(prompt)]):
             episode = await _play(config, model, environment, prompt, number, first)
-            show(episode)
+            examination.show(episode)
             if episode.failure is not None:
                 found.append(episode.failure)
     return list(dict.fromkeys(found))
