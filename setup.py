@@ -33,6 +33,7 @@ setup(
     ],
     extras_require={
         "parquet": ["pyarrow>=15"],
+        "math": ["math-verify[antlr4_13_2]>=0.8"],
         "gpu": ["transformer-engine[pytorch]>=2"],
         "mpi": ["mpi4py>=4"],
         "mutation": ["cosmic-ray>=8.7"],
@@ -42,6 +43,7 @@ setup(
             "pytest-xdist>=3.5",
             "hypothesis>=6.100",
             "pyarrow>=15",
+            "math-verify[antlr4_13_2]>=0.8",
             "ruff>=0.9",
             "mypy>=1.13",
         ],

@@ -35,7 +35,10 @@ ALLOWED: dict[str, set[str]] = {
         *("types", "run", "config", "models", "environments", "rollout", "transport", "weight_sync", "observability"),
     },
     "launch": {"config", "run", "transport", "observability"},
-    "planning": {"config", "models", "run", "launch", "environments", "rollout.client", "orchestrator.modes.staleness"},
+    "planning": {
+        *("config", "models", "run", "launch", "environments", "rollout.client", "orchestrator.modes.staleness"),
+        "orchestrator.modes.environment_check",
+    },
     "report": {"types", "run", "config", "models", "observability", "orchestrator.store"},
 }
 #: Folders of a package, lowest first: a module imports from its own folder and from those before it. What is not named

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.environments.in_process import InProcessPool, forgotten_modules
 from vcpo_megatron.launch import local
+from vcpo_megatron.orchestrator.modes import environment_check
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Environments are checked without a process; a test of code that raises or hangs takes the pool back."""
+    monkeypatch.setattr(environment_check, "WorkerPool", InProcessPool)
+    with forgotten_modules():
+        yield
 
 
 @pytest.fixture

@@ -286,6 +286,8 @@ def test_dry_run_without_torch(toml: Path, tmp_path: Path) -> None:
     )
     assert [row.split() for row in table.splitlines()[1:]] == [
         ["orchestrator", "0", "127.0.0.1", "cpu", "any", "free", "x/logs/orchestrator.0.log"],
+        ["environment", "0", "127.0.0.1", "cpu", "-", "x/logs/environment.0.log"],
+        ["environment", "1", "127.0.0.1", "cpu", "-", "x/logs/environment.1.log"],
         ["learner", "0", "127.0.0.1", "cpu", "any", "free", "x/logs/learner.0.log"],
         ["learner", "1", "127.0.0.1", "cpu", "-", "x/logs/learner.1.log"],
         ["server", "0", "127.0.0.1", "cpu", "5000", "x/logs/server.0.log"],

@@ -31,6 +31,12 @@ def test_tokens_and_text(tokenizer: Path) -> None:
     assert read(tokenizer, '{"tokens": [0, 9]}', "", '{"text": "3 1 4", "note": 1}') == [[0, 9], [3, 1, 4]]
 
 
+@pytest.mark.parametrize("first", ['{"tokens": [0, 9]}', '{"text": "0 9"}', "\n" + '{"tokens": [0, 9]}'])
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tokenizer: Path, first: str) -> None:
+    (tokenizer / "p.jsonl").write_bytes(b"\xef\xbb\xbf" + first.encode() + b'\r\n{"tokens": [1, 2]}\r\n')
+    assert read_prompts(tokenizer / "p.jsonl", tokenizer, 10, 5) == [[0, 9], [1, 2]]
+
+
 def test_the_fixed_ones_fit_the_model(tmp_path: Path) -> None:
     assert read_prompts(None, tmp_path, 10, 3) == [[0, 9, 8], [1, 0, 9], [2, 1, 0]]
 

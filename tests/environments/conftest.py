@@ -1,10 +1,18 @@
-"""A tokenizer folder for environments: the digits, "=", and whatever a test asks for."""
+"""Tokenizer folders for environments: the digits, "=", and whatever a test asks for; and one with a chat template."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from tests.environments.in_process import forgotten_modules
+
+CHATML = (
+    "{% for message in messages %}<s>{{ message['role'] + ' ' + message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant {% endif %}"
+)
 
 
 @pytest.fixture
@@ -23,3 +31,41 @@ def make_tokenizer(tmp_path: Path) -> Callable[[str], Path]:
         return folder
 
     return make
+
+
+@pytest.fixture
+def chat_folder(tmp_path: Path) -> Path:
+    """A tokenizer of single characters with <s> and </s>, and a template."""
+    letters = "".join(map(chr, range(32, 127)))
+    added = [
+        {
+            "id": len(letters) + number,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for number, token in enumerate(("<s>", "</s>"))
+    ]
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "normalizer": None,
+        "post_processor": None,
+        "added_tokens": added,
+        "decoder": {"type": "Fuse"},
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
+        "model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(letters)}, "unk_token": " "},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": "</s>"}))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def modules_are_forgotten() -> Iterator[None]:
+    with forgotten_modules():
+        yield

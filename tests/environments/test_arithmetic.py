@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +13,10 @@ from vcpo_megatron.environments.arithmetic import Arithmetic, parse_answer
 from vcpo_megatron.environments.base import Action, EnvironmentSetupError
 from vcpo_megatron.environments.chat import ChatTemplate
 
-CHATML = (
-    "{% for message in messages %}<s>{{ message['role'] + ' ' + message['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant {% endif %}"
-)
-
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A tokenizer of single characters with <s> and </s>, and a template."""
-    letters = "".join(map(chr, range(32, 127)))
-    added = [
-        {
-            "id": len(letters) + number,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for number, token in enumerate(("<s>", "</s>"))
-    ]
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "normalizer": None,
-        "post_processor": None,
-        "added_tokens": added,
-        "decoder": {"type": "Fuse"},
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
-        "model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(letters)}, "unk_token": " "},
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": "</s>"}))
-    return tmp_path
+def folder(chat_folder: Path) -> Path:
+    return chat_folder
 
 
 def make(folder: Path, **options: Any) -> Arithmetic:

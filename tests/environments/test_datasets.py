@@ -1,5 +1,6 @@
 """Files of prompts and their order."""
 
+import json
 import sys
 
 import pytest
@@ -138,3 +139,85 @@ def test_bad_sizes_and_indices_are_refused():
         ShuffledOrder(0, seed=0)
     with pytest.raises(ValueError, match="-1"):
         ShuffledOrder(3, seed=0)(-1)
+
+
+NESTED = [
+    {"data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": "72"}, "a.b": "flat", "a": {"b": "in"}},
+    {"data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": "5"}, "a.b": "flat", "a": {"b": "in"}},
+]
+
+
+def write_records(path, records):
+    if path.suffix == ".jsonl":
+        return write(path, "".join(json.dumps(record) + "\n" for record in records))
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(records), path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("reward_model.ground_truth", ["72", "5"]),
+        ("reward_model", [{"style": "rule", "ground_truth": "72"}, {"style": "rule", "ground_truth": "5"}]),
+        ("a.b", ["flat", "flat"]),  # a column of that very name
+    ],
+)
+def test_a_name_with_dots_leads_into_nested_records(tmp_path, suffix, column, values):
+    path = write_records(tmp_path / f"a.{suffix}", NESTED)
+    rows = read_records(path, ("answer", "data_source"), {"answer": column})
+    assert [row.values for row in rows] == [{"answer": value, "data_source": "gsm8k"} for value in values]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("column", ["reward_model.truth", "reward_model.style.x", "none.ground_truth"])
+def test_a_nested_name_that_is_not_there_is_named_with_those_that_are(tmp_path, suffix, column):
+    path = write_records(tmp_path / f"a.{suffix}", NESTED)
+    line = problem(path, ("answer",), {"answer": column})
+    assert line.startswith(str(path)) and f"field {column!r} is missing or null" in line
+    assert "'reward_model.ground_truth', 'reward_model.style'" in line
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_nested_record_that_is_null_is_a_missing_field_of_its_row(tmp_path, suffix):
+    path = write_records(tmp_path / f"a.{suffix}", [*NESTED, {**NESTED[0], "reward_model": None}])
+    line = problem(path, ("answer",), {"answer": "reward_model.ground_truth"})
+    assert "3: field 'reward_model.ground_truth' is missing or null" in line
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [{"prompt": "prompt"}, {"prompt": "prompt", "answer": "reward_model.ground_truth"}, {"prompt": "messages"}],
+)
+def test_only_the_wanted_columns_of_parquet_are_read(tmp_path, wanted):
+    """The others are damaged here: whoever reads their bytes notices."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    record = {
+        "prompt": "1+1",
+        "messages": [{"role": "user", "content": "1+1"}],
+        "reward_model": {"ground_truth": "2", "trace": "UNWANTED" * 50},
+        "solution": "UNWANTED" * 100,
+    }
+    table = pyarrow.Table.from_pylist([record, record])
+    parquet.write_table(table, path, compression="none", use_dictionary=False, write_statistics=False)
+    content = path.read_bytes()
+    assert content.count(b"UNWANTED") > 250
+    path.write_bytes(content.replace(b"UNWANTED", b"\xff" * 8))
+    with pytest.raises(UnicodeDecodeError):
+        parquet.read_table(path).to_pylist()
+
+    rows = read_records(path, tuple(wanted), wanted)
+    expected = {"prompt": "1+1", "messages": record["messages"], "reward_model.ground_truth": "2"}
+    assert [row.values for row in rows] == [{name: expected[column] for name, column in wanted.items()}] * 2
+
+
+def test_bytes_that_are_no_text_are_named_by_their_row(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["x", "DAMAGE", "y"]}), path, compression="none")
+    path.write_bytes(path.read_bytes().replace(b"DAMAGE", b"\xff" * 6))
+    assert problem(path).startswith(f"{path}: row 2: holds text that is no UTF-8")

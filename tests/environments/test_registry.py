@@ -2,10 +2,11 @@
 
 import pytest
 
+from tests.environments.in_process import setup_problems
 from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments.base import EnvironmentSetupError
 from vcpo_megatron.environments.modular_sum import ModularSum
-from vcpo_megatron.environments.registry import make_environment, validate_environment
+from vcpo_megatron.environments.registry import make_environment
 
 
 def config(name="modular_sum", **values):
@@ -25,7 +26,7 @@ def test_a_user_environment_is_made_by_its_factory(make_tokenizer):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("modular_product", "known are arithmetic, modular_sum"),
+        ("modular_product", "known are arithmetic, dataset, modular_sum"),
         ("no_such_package.module:factory", "No module named 'no_such_package'"),
         ("vcpo_megatron.environments.base:nothing", "nothing"),
         ("vcpo_megatron.environments.modular_sum:NAME", "NAME is not callable"),
@@ -33,26 +34,37 @@ def test_a_user_environment_is_made_by_its_factory(make_tokenizer):
         ("builtins:max", "cannot be called with (config, tokenizer_dir, seed): no signature found for builtin"),
         ("types:SimpleNamespace", "cannot be called with (config, tokenizer_dir, seed): "),
         ("difflib:Match", "it made a Match, which is no environment: it has no decode, episode, fingerprint, "),
-        (":factory", "give 'package.module:factory'"),
+        (":factory", "give 'package.module:name'"),
     ],
 )
 def test_an_unknown_name_is_one_clear_problem(make_tokenizer, name, expected):
-    (line,) = validate_environment(config(name), make_tokenizer(), 0, 64)
+    (line,) = setup_problems(config(name), make_tokenizer())
     assert line.startswith(f"environment.name = {name!r}: ") and expected in line
     with pytest.raises(EnvironmentSetupError):
         make_environment(config(name), make_tokenizer(), 0)
 
 
-def test_prompt_and_answer_must_fit_the_context(make_tokenizer):
-    folder = make_tokenizer()
-    assert validate_environment(config(), folder, 0, 17) == []
-    (line,) = validate_environment(config(), folder, 0, 16)
-    assert "a prompt of 9 tokens and an answer of 8 exceed the model's context of 16" in line
-
-
 def test_all_problems_are_reported(make_tokenizer, tmp_path):
     settings = config(options={"modulus": 0, "digitz": 1}, heldout=tmp_path / "none.jsonl")
-    lines = validate_environment(settings, make_tokenizer("012345678"), 0, 64)
+    lines = setup_problems(settings, make_tokenizer("012345678"))
     assert len(lines) == 4
     for word in ("modulus", "digitz", "'9', '='", "none.jsonl: no such file"):
         assert any(word in line for line in lines), word
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def make(*_):\n    return {}['key']\n", "making it raised KeyError: 'key' ({file} line 2); correct it"),
+        ("import sys\ndef make(*_):\n    sys.exit()\n", "making it raised SystemExit ({file} line 3); correct it"),
+        (
+            "class make:\n    def __init__(self, *_): pass\n    @property\n    def name(self): raise OSError('no')\n",
+            "making it raised OSError: no ({file} line 4); correct it",
+        ),
+    ],
+)
+def test_a_factory_that_raises_is_one_problem_with_its_place(make_tokenizer, tmp_path, source, said):
+    file = tmp_path / "own_factory.py"
+    file.write_text(source)
+    (line,) = setup_problems(config("own_factory:make", modules=tmp_path), make_tokenizer())
+    assert line == "environment.name = 'own_factory:make': " + said.format(file=file)

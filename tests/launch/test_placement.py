@@ -21,6 +21,8 @@ def test_the_smallest_run_on_cpus() -> None:
     plan = plan_local(config())
     assert plan.processes == (
         Process("orchestrator", 0, "127.0.0.1", (), 0, Path("logs/orchestrator.0.log")),
+        Process("environment", 0, "127.0.0.1", (), None, Path("logs/environment.0.log")),
+        Process("environment", 1, "127.0.0.1", (), None, Path("logs/environment.1.log")),
         Process("learner", 0, "127.0.0.1", (), 0, Path("logs/learner.0.log")),
         Process("server", 0, "127.0.0.1", (), 0, Path("logs/server.0.log")),
     )
@@ -40,13 +42,13 @@ def test_ports_follow_the_configuration() -> None:
 
 def test_learner_and_servers_share_no_gpu() -> None:
     plan = plan_local(config(launch={"learner_ranks": 2}, rollout={"servers": 2}), gpus=["3", "5", "6", "7", "8"])
-    assert [process.devices for process in plan.processes] == [(), ("3",), ("5",), ("6",), ("7",)]
+    assert [process.devices for process in plan.processes] == [(), (), (), ("3",), ("5",), ("6",), ("7",)]
 
 
 def test_a_server_of_several_gpus_has_them_for_itself() -> None:
     sglang = {"engine": "sglang", "python": "/p", "servers": 2, "tensor_parallel": 2}
     plan = plan_local(config(rollout=sglang), gpus=["0", "1", "2", "3", "4", "5"])
-    assert [process.devices for process in plan.processes] == [(), ("0",), ("1", "2"), ("3", "4")]
+    assert [process.devices for process in plan.processes] == [(), (), (), ("0",), ("1", "2"), ("3", "4")]
     with pytest.raises(PlacementError, match="rollout.servers = 2 of 2 GPUs each need 5 GPUs, 4 visible"):
         plan_local(config(rollout=sglang), gpus=["0", "1", "2", "3"])
 
@@ -87,6 +89,8 @@ def test_the_table_has_a_line_a_process() -> None:
     assert [line.split() for line in plan.table(Path("r")).splitlines()] == [
         ["role", "rank", "host", "devices", "port", "log"],
         ["orchestrator", "0", "127.0.0.1", "cpu", "4000", "r/logs/orchestrator.0.log"],
+        ["environment", "0", "127.0.0.1", "cpu", "-", "r/logs/environment.0.log"],
+        ["environment", "1", "127.0.0.1", "cpu", "-", "r/logs/environment.1.log"],
         ["learner", "0", "127.0.0.1", "gpu", "3", "any", "free", "r/logs/learner.0.log"],
         ["server", "0", "127.0.0.1", "gpu", "5", "any", "free", "r/logs/server.0.log"],
     ]

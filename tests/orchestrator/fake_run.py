@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from tests.environments.in_process import InProcess
 from tests.ports import HeldPort
 from vcpo_megatron.config.load import written
 from vcpo_megatron.config.process import ProcessContext
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.environments.base import Example, Observation, Outcome
+from vcpo_megatron.environments.workers.setup import WorkerSetup
 from vcpo_megatron.observability.sinks import JsonlSink
 from vcpo_megatron.orchestrator.controller import Controller, Parts
 from vcpo_megatron.orchestrator.modes.replay import open_recorded, recorded_steps
@@ -508,8 +510,9 @@ class FakeRun:
         if self.setup is not None:
             self.setup(self)
         control = ControlServer(self.context.control, self.context.token)
+        environment = InProcess(self.environment, WorkerSetup.of(self.config).episode_timeout_s)
         parts = Parts(
-            environment=self.environment,
+            environment=environment,
             fleet=self.fleet,
             recorded=recorded,
             socket=control,
@@ -527,6 +530,7 @@ class FakeRun:
         finally:
             if beside is not None:
                 beside.cancel()
+            await environment.stop()
             control.close()
             self._port.release()
             # One that was never heard of is told nothing, and goes on.

@@ -255,7 +255,7 @@ def test_a_group_too_old_is_dropped_and_its_prompt_sampled_again(tmp_path: Path)
             return 30.0
         return 0.0
 
-    cfg = config(staleness={"max_staleness": 1, "wait_s": 2.0})
+    cfg = config(staleness={"max_staleness": 1, "wait_s": 2.0}, environment={"episode_timeout_s": 60.0})
     run = FakeRun(tmp_path, cfg, environment=FakeEnvironment(delay_s=delay))
     assert run.run() == "run ended"
     rows = run.rows()

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from tests.environments.in_process import play as play_in_process
 from vcpo_megatron.environments.base import Action, Example, Observation, Outcome
-from vcpo_megatron.rollout.agent_loop import MAX_EMPTY_ABORTS, EpisodeError, run_episode
+from vcpo_megatron.rollout.agent_loop import MAX_EMPTY_ABORTS, EpisodeError
 from vcpo_megatron.rollout.client.protocol import GenerateResult, SamplingParams, Span
 from vcpo_megatron.types import PolicyVersion, Turn, VersionSpan
 
@@ -25,6 +26,14 @@ class Script:
     name: str = "script"
     actions: list = field(default_factory=list)
     closed: int = 0
+    fingerprint: str = ""
+    max_prompt_tokens: int = 3
+
+    def train_example(self, index):
+        return EXAMPLE
+
+    def heldout(self):
+        return []
 
     def episode(self, example):
         assert example is EXAMPLE
@@ -71,10 +80,9 @@ def abort(ids=(), **keywords):
 
 
 def play(server, script, *, max_new_tokens=20, context_length=100, seed_for_turn=lambda turn: None, **sampling):
-    episode = run_episode(
+    episode = play_in_process(
         server,
         script,
-        EXAMPLE,
         group_id=5,
         sample_index=2,
         context_length=context_length,
@@ -234,7 +242,7 @@ def test_a_bad_answer_fails_the_trajectory(reply, expected):
 
 
 def test_an_outcome_without_numbers_fails_the_trajectory():
-    assert "step returned info x = 'text'; give numbers" in failure(
+    assert "step returned info x = 'text' (a str); give a finite number" in failure(
         Server(answer([4])), Script([Outcome(1.0, {"x": "text"})])
     )
     assert "step returned reward nan" in failure(Server(answer([4])), Script([Outcome(float("nan"))]))
@@ -248,7 +256,6 @@ def test_exceptions_of_the_environment_are_one_clear_error():
     with pytest.raises(EpisodeError) as caught:
         play(Server(answer([4])), script)
     assert str(caught.value) == "environment script, prompt train/7, sample 5/2: step raised KeyError: 'tool'"
-    assert isinstance(caught.value.__cause__, KeyError)
     assert script.closed == 1
 
     script = Script([])
@@ -285,15 +292,15 @@ def test_what_the_environment_returns_is_checked(script, expected):
     assert script.closed == 1
 
 
-def test_errors_of_the_server_pass_unchanged_and_the_episode_is_closed():
+def test_errors_of_the_server_pass_unchanged_and_the_episode_is_closed(capsys):
     async def refuse():
         raise ConnectionError("gone")
 
     script = Script([], close_error=OSError("disk"))
-    with pytest.raises(ConnectionError, match="gone") as caught:
+    with pytest.raises(ConnectionError, match="gone"):
         play(Server(refuse), script)
     assert script.closed == 1
-    assert "close raised OSError: disk" in caught.value.__notes__[0]
+    assert "close raised OSError: disk" in capsys.readouterr().out  # nobody waits for it: it is written down
 
 
 def test_a_cancelled_episode_is_closed_and_stays_cancelled():
@@ -306,18 +313,7 @@ def test_a_cancelled_episode_is_closed_and_stays_cancelled():
             waiting.set()
             await asyncio.Event().wait()
 
-        task = asyncio.create_task(
-            run_episode(
-                Server(forever),
-                script,
-                EXAMPLE,
-                group_id=0,
-                sample_index=0,
-                sampling=SamplingParams(),
-                context_length=100,
-                seed_for_turn=lambda turn: None,
-            )
-        )
+        task = asyncio.create_task(play_in_process(Server(forever), script, sampling=SamplingParams()))
         await waiting.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -335,16 +331,7 @@ def test_failures_stay_with_their_own_trajectory():
         scripts = [Script([sometimes if index % 5 == 0 else Outcome(float(index))]) for index in range(20)]
         return await asyncio.gather(
             *(
-                run_episode(
-                    Server(answer([4])),
-                    script,
-                    EXAMPLE,
-                    group_id=0,
-                    sample_index=index,
-                    sampling=SamplingParams(),
-                    context_length=100,
-                    seed_for_turn=lambda turn: None,
-                )
+                play_in_process(Server(answer([4])), script, sample_index=index, sampling=SamplingParams())
                 for index, script in enumerate(scripts)
             ),
             return_exceptions=True,

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.environments.in_process import play
 from tests.rollout.conftest import CONTEXT, EOS, Engine, Versions
 from tests.rollout.raw_http import post
 from vcpo_megatron.environments.base import Example, Observation, Outcome
-from vcpo_megatron.rollout.agent_loop import run_episode
 from vcpo_megatron.rollout.client.http import ServerClient, ServerError
 from vcpo_megatron.rollout.client.protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams, Span
 
@@ -348,6 +348,12 @@ class _Task:
     max_prompt_tokens = len(PROMPT)
     sampling = {"ignore_eos": True}
 
+    def train_example(self, index: int) -> Example:
+        return Example("p", {})
+
+    def heldout(self) -> list[Example]:
+        return []
+
     def episode(self, example: Example) -> _Task:
         return self
 
@@ -370,16 +376,7 @@ def test_aborted_generations_go_on_with_their_tokens(engine: Engine, versions: V
     async def scenario(client: ServerClient) -> Any:
         client.cache_key = "0"
         episode = asyncio.create_task(
-            run_episode(
-                client.generate,
-                _Task(),
-                Example("p", {}),
-                group_id=0,
-                sample_index=0,  # type: ignore[arg-type]
-                sampling=SamplingParams(480),
-                context_length=CONTEXT,
-                seed_for_turn=lambda turn: None,
-            )
+            play(client.generate, _Task(), sampling=SamplingParams(480), context_length=CONTEXT)
         )
         for version in ("1", "2"):
             await engine.in_the_middle_of(episode, wait_s=engine.mid_s / 2)

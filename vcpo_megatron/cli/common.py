@@ -23,6 +23,18 @@ def add_command(
     return parser
 
 
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add ``--set`` to a command that reads a configuration; its values are in ``overrides``."""
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one key, as in optimizer.lr=1e-6; repeatable; paths are taken from the working directory",
+    )
+
+
 def positive(text: str) -> int:
     """Type of an argument: an integer of at least 1."""
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:

@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     from .. import __version__
     from .convert import add_convert
     from .doctor import add_doctor
+    from .env import add_env
     from .report import add_report
     from .serve import add_serve
     from .train import add_train
@@ -71,5 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     add_serve(commands)
     add_convert(commands)
     add_doctor(commands)
+    add_env(commands)
     add_report(commands)
     return parser

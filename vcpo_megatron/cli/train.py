@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .common import DONE, add_command, note, refuse
+from .common import DONE, add_command, add_overrides, note, refuse
 
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
@@ -37,14 +36,7 @@ def add_train(commands: Any) -> None:
         metavar="RUN.toml",
         help="the configuration; --resume needs none where --run-dir says which run",
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override one key, as in optimizer.lr=1e-6; repeatable; paths are taken from the working directory",
-    )
+    add_overrides(parser)
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/NAME-TIMESTAMP")
     parser.add_argument(
         "--resume",
@@ -87,8 +79,7 @@ def _train(args: argparse.Namespace) -> int:
 
     try:
         directory, config, notes = _resumed(args) if args.resume else _fresh(args)
-        warn = note if args.dry_run else _say_nothing  # the orchestrator says it when the run starts
-        plan = _plan(directory, config, resume=args.resume, warn=warn)
+        plan = _plan(directory, config, resume=args.resume, dry_run=args.dry_run)
     except ConfigError as error:
         return refuse(error.problems)
     with surviving():
@@ -144,25 +135,27 @@ def _resumed(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[st
     return directory, config, [*([text] if ignored else []), *changed]
 
 
-def _say_nothing(line: str) -> None:
-    pass
-
-
-def _plan(directory: RunDirectory, config: RunConfig, *, resume: bool, warn: Callable[[str], None]) -> Plan:
-    """The processes of the run; ConfigError with everything that is in the way of a start. ``warn`` is told of what is
-    not."""
+def _plan(directory: RunDirectory, config: RunConfig, *, resume: bool, dry_run: bool) -> Plan:
+    """The processes of the run; ConfigError with everything that is in the way of a start. A dry run plays an episode
+    of the environment and tries the ports, too."""
     from ..launch.devices import visible_gpus
     from ..launch.placement import PlacementError, plan_local
     from ..launch.workspace import run_directory_problems
-    from ..planning.preflight import config_problems
+    from ..orchestrator.modes.environment_check import Examination
+    from ..planning.preflight import NOTHING_PLAYED, config_problems, port_problems
     from ..run.errors import ConfigError
 
     begins = not (resume and directory.complete_steps())
-    found = [*run_directory_problems(directory, resume=resume), *config_problems(config, begins=begins, warn=warn)]
+    examination = Examination(1, note=note) if dry_run else NOTHING_PLAYED
+    found = [
+        *run_directory_problems(directory, resume=resume),
+        *config_problems(config, examination, begins=begins),
+    ]
     try:
         plan = plan_local(config, gpus=visible_gpus())
     except PlacementError as error:
         raise ConfigError([*found, str(error)]) from None
+    found += port_problems(plan) if dry_run else []
     if found:
         raise ConfigError(found)
     return plan

@@ -31,11 +31,17 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read ``path`` and apply ``overrides`` ("section.key=value", the value in TOML syntax or a bare string).
 
     Relative paths in the file are taken from the file's folder, those of overrides from the working
-    directory. Raises ConfigError with all problems.
+    directory; that folder is also where a user's own modules are (``environment.modules``), unless the file says
+    otherwise. Raises ConfigError with all problems.
     """
-    path = Path(path)
-    data = _resolve_paths(read_toml(path), path.parent)
+    data = _read(Path(path))
+    if isinstance(environment := data.get("environment"), dict):
+        environment.setdefault("modules", os.path.abspath(Path(path).parent))
     return _validated(data, overrides)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return _resolve_paths(read_toml(path), path.parent)
 
 
 def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
@@ -46,7 +52,7 @@ def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 def load_resolved(path: Path) -> RunConfig:
     """Read what ``dump_resolved`` wrote; raises ConfigError, with the remedy for a file that somebody has changed."""
     try:
-        return load_config(path)
+        return _validated(_read(path), ())
     except ConfigError as error:
         raise ConfigError(
             [

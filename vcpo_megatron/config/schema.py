@@ -282,10 +282,26 @@ class EnvironmentConfig(Section):
     name: str = Field(description="a built-in environment, or your own as package.module:factory")
     data: Path | None = Field(None, description="JSONL or parquet of prompts; default: the environment's generator")
     heldout: Path | None = Field(None, description="JSONL or parquet of held-out prompts")
-    fields: dict[str, str] = Field(default_factory=dict, description="environment's field name -> name in the files")
+    fields: dict[str, str] = Field(
+        default_factory=dict, description="environment's field name -> name in the files; dots lead into nested records"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="options of this environment")
     date: datetime.date | None = Field(
         None, description="the day that chat templates print as today, YYYY-MM-DD; default: that of the run's start"
+    )
+    modules: Path | None = Field(
+        None, description="folder that is searched for your own modules; default: the folder of the configuration file"
+    )
+    workers: int = Field(2, ge=1, le=256, description="processes that the environment's code runs in")
+    episode_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST_S,
+        description="deadline of an episode's own code, its calls together, servers not counted; "
+        "default: half of staleness.wait_s",
+    )
+    worker_memory_gb: float | None = Field(
+        None, gt=0, le=1e6, description="GiB that a worker may allocate before it gets MemoryError; default: any"
     )
 
 

@@ -47,7 +47,7 @@ def read_prompts(path: Path | None, tokenizer_folder: Path, vocab_size: int, lon
     if path is None:
         return [[(7919 * i + 31 * start) % vocab_size for i in range(min(16, longest))] for start in range(3)]
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # some editors begin a file with a mark
     except (OSError, ValueError) as error:
         raise ConversionError(f"{path} cannot be read ({error})") from None
     prompts = [

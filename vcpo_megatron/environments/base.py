@@ -116,6 +116,9 @@ class Environment(Protocol):
         """Text of sampled tokens, for ``Action.text``."""
         ...
 
+    # An environment may also have ``reference(example)``, the tokens of a right answer, () for none, which a check
+    # before a run plays (``vcpo env check``), and ``notes``, lines that a user is told at the start.
+
 
 class Problems:
     """Collects the problems of several independent checks, so that a user sees all of them at once."""
@@ -139,23 +142,28 @@ class Problems:
 _Options = TypeVar("_Options", bound=BaseModel)
 
 
-def parse_options(model: type[_Options], options: Mapping[str, Any], environment: str) -> _Options:
-    """``environment.options`` as ``model``; EnvironmentSetupError names each bad value and what is allowed."""
+def parse_options(
+    model: type[_Options], options: Mapping[str, Any], owner: str, key: str = "environment.options"
+) -> _Options:
+    """``options``, which stand under ``key``, as ``model``; EnvironmentSetupError names each bad value, and what
+    ``owner`` allows."""
     try:
         return model(**options)
     except ValidationError as error:
         allowed = ", ".join(model.model_fields)
         raise EnvironmentSetupError(
-            *(f"{_explain(model, item)} (options of {environment}: {allowed})" for item in error.errors())
+            *(f"{_explain(model, item, key)} (options of {owner}: {allowed or 'none'})" for item in error.errors())
         ) from error
 
 
-def _explain(model: type[BaseModel], item: ErrorDetails) -> str:
-    name = f"environment.options.{'.'.join(map(str, item['loc']))}"
+def _explain(model: type[BaseModel], item: ErrorDetails, key: str) -> str:
+    name = ".".join(map(str, (key, *item["loc"])))
+    if item["type"] == "missing":
+        return f"{name}: missing; add it"
     if item["type"] != "extra_forbidden":
-        return f"{name} = {item['input']!r}: {item['msg'].lower()}"
+        return f"{name} = {item['input']!r}: {item['msg'].lower().removeprefix('value error, ')}"
     near = difflib.get_close_matches(str(item["loc"][-1]), model.model_fields, 1)
-    return f"{name}: unknown key" + (f"; did you mean environment.options.{near[0]}?" if near else "")
+    return f"{name}: unknown key" + (f"; did you mean {key}.{near[0]}?" if near else "")
 
 
 def fingerprint(*parts: object) -> str:

@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..models.tokenizer import TokenizerError, end_tokens, load_tokenizer
 from ..run.json_file import JsonFileError, read_json_object
-from .base import EnvironmentSetupError
+from .base import Action, EnvironmentSetupError
 
 Message = Mapping[str, Any]
 
@@ -45,10 +45,12 @@ def making(date: datetime.date | None) -> Iterator[list[ChatTemplate]]:
 
 
 class ChatTemplate:
-    """Tokenizer and chat template of a model folder; EnvironmentSetupError when it has none."""
+    """Tokenizer and chat template of a model folder; EnvironmentSetupError when it has none. ``arguments``: what the
+    template may ask for beside the messages (``enable_thinking``)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, arguments: Mapping[str, Any] = {}) -> None:
         self.folder = folder
+        self._arguments = dict(arguments)
         try:
             self.tokenizer = load_tokenizer(folder / "tokenizer.json")
         except TokenizerError as error:
@@ -76,7 +78,11 @@ class ChatTemplate:
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             return self._template.render(
-                messages=given, tools=None, documents=None, add_generation_prompt=generation_prompt, **self._special
+                messages=given,
+                tools=None,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+                **self._special | self._arguments,
             )
         except jinja2.TemplateError as error:
             raise EnvironmentSetupError(f"the chat template refuses these messages: {error}") from None
@@ -85,6 +91,25 @@ class ChatTemplate:
         """Token ids of ``render``; the template writes special tokens itself, none are added."""
         text = self.render(messages, generation_prompt=generation_prompt)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def next_turn(self, messages: Sequence[Message], action: Action, new: Sequence[Message]) -> tuple[int, ...]:
+        """Tokens between two answers: the end of the assistant's turn, as far as ``action`` has not sampled it, the
+        ``new`` messages (the user's, a tool's), and the opening of the next answer.
+
+        ``messages`` is the conversation before the answer. EnvironmentSetupError when the template does not write an
+        answer as it is.
+        """
+        mark = "\ue000answer\ue000"  # private characters: in no conversation
+        text = self.render([*messages, {"role": "assistant", "content": mark}, *new])
+        if text.count(mark) != 1:
+            raise EnvironmentSetupError(
+                f"the chat template writes an answer {text.count(mark)} times; several turns need it once"
+            )
+        after = tuple(self.tokenizer.encode(text.partition(mark)[2], add_special_tokens=False).ids)
+        if action.finish_reason != "stop":
+            return after
+        sampled = range(min(len(after), len(action.token_ids)), 0, -1)
+        return after[next((size for size in sampled if action.token_ids[-size:] == after[:size]), 0) :]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens without special ones."""

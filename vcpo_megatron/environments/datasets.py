@@ -1,8 +1,9 @@
 """Prompts from JSONL and parquet files, and their order.
 
-A file's rows are addressed by the environment's own field names; ``environment.fields`` maps them
-to the names in the file ({"prompt": "question"}: the column "question" is the prompt). Every error
-names the file, the line (JSONL) or row (parquet), what is wrong, and what to do.
+A file's records are addressed by the environment's own field names; ``environment.fields`` maps them to the names in
+the file ({"prompt": "question"}: the column "question" is the prompt). A name with dots leads into nested records
+({"answer": "reward_model.ground_truth"}), unless the file has a column of that very name. Only what is wanted is read.
+Every error names the file, the line (JSONL) or row (parquet), what is wrong, and what to do.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def read_records(path: Path, wanted: Sequence[str], fields: Mapping[str, str]) -
         )
     names = {name: fields.get(name, name) for name in wanted}
     records = []
-    for where, record in readers[path.suffix](path):
+    for where, record in readers[path.suffix](path, names):
         _refuse_lone_surrogates(record, where)
         records.append(DatasetRecord(where, _pick(record, names, where)))
     if not records:
@@ -54,19 +55,11 @@ def read_records(path: Path, wanted: Sequence[str], fields: Mapping[str, str]) -
 
 
 def _pick(record: Mapping[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
-    for name, column in names.items():
-        if record.get(column) is None:
-            present = ", ".join(map(repr, sorted(record))) or "nothing"
-            key = f"environment.fields.{name}"
-            raise EnvironmentSetupError(
-                f"{where}: field {column!r} is missing or null (present: {present}); "
-                + (
-                    f"{key} = {column!r} holds for data and heldout alike: name the field the same in both files"
-                    if name in record and name != column
-                    else f"add it, or set {key} to the name that data and heldout use"
-                )
-            )
-    return {name: record[column] for name, column in names.items()}
+    found = {name: _value(record, column) for name, column in names.items()}
+    for name, value in found.items():
+        if value is None:
+            raise _missing(where, name, names[name], record)
+    return found
 
 
 def _refuse_lone_surrogates(value: Any, where: str) -> None:
@@ -85,7 +78,41 @@ def _refuse_lone_surrogates(value: Any, where: str) -> None:
                 _refuse_lone_surrogates(item, where)
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _value(record: Mapping[str, Any], column: str) -> Any:
+    """What ``record`` holds under ``column``, which may lead into nested records; None where there is nothing."""
+    if column in record:
+        return record[column]
+    for end, char in enumerate(column):
+        if char == "." and isinstance(inner := record.get(column[:end]), Mapping):
+            if (value := _value(inner, column[end + 1 :])) is not None:
+                return value
+    return None
+
+
+def _missing(where: str, name: str, column: str, present: Mapping[str, Any]) -> EnvironmentSetupError:
+    """The error for a record, or for a file whose columns are ``present``, without the field ``name``."""
+    shown = ", ".join(map(repr, sorted(_names(present)))) or "nothing"
+    key = f"environment.fields.{name}"
+    return EnvironmentSetupError(
+        f"{where}: field {column!r} is missing or null (present: {shown}); "
+        + (
+            f"{key} = {column!r} holds for data and heldout alike: name the field the same in both files"
+            if name in present and name != column
+            else f"add it, or set {key} to the name that data and heldout use"
+        )
+    )
+
+
+def _names(record: Mapping[str, Any]) -> Iterator[str]:
+    """Names that a field may be mapped to: those of nested records with dots."""
+    for name, value in record.items():
+        if isinstance(value, Mapping) and value:
+            yield from (f"{name}.{inner}" for inner in _names(value))
+        else:
+            yield name
+
+
+def _read_jsonl(path: Path, _: Mapping[str, str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -111,7 +138,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield where, record
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_parquet(path: Path, names: Mapping[str, str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Records with the columns of ``names`` alone, some at a time: a file may be far larger than these."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -120,27 +148,42 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             f"{path}: reading parquet needs pyarrow; pip install pyarrow, or convert the file to JSONL"
         ) from error
     try:
-        table = pyarrow.parquet.read_table(path)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = _columns(file.schema_arrow)
+            for name, column in names.items():
+                if _value(columns, column) is None:
+                    raise _missing(str(path), name, column, columns)
+            first = 1
+            for batch in file.iter_batches(batch_size=1024, columns=sorted(set(names.values()))):
+                where = [f"{path}: row {first + index}" for index in range(len(batch))]
+                yield from zip(where, _records(batch, where), strict=True)
+                first += len(batch)
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise EnvironmentSetupError(f"{path}: not a readable parquet file ({reason}); correct the file") from error
-    first = 1
-    for batch in table.to_batches():
-        where = [f"{path}: row {first + index}" for index in range(len(batch))]
-        first += len(batch)
-        try:
-            records = batch.to_pylist()
-        except UnicodeDecodeError:  # row by row, to name the one
-            records = [_row(batch, index, place) for index, place in enumerate(where)]
-        yield from zip(where, records, strict=True)
 
 
-def _row(batch: Any, index: int, where: str) -> Mapping[str, Any]:
+def _records(batch: Any, where: Sequence[str]) -> list[Mapping[str, Any]]:
+    """The records of a batch of Arrow; EnvironmentSetupError names the first that holds bytes which are no text."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        return [_record(batch, index, place) for index, place in enumerate(where)]
+
+
+def _record(batch: Any, index: int, where: str) -> Mapping[str, Any]:
     try:
         (record,) = batch.slice(index, 1).to_pylist()
     except UnicodeDecodeError as error:
         raise EnvironmentSetupError(f"{where}: holds text that is no UTF-8 ({error}); correct the row") from error
     return record
+
+
+def _columns(fields: Any) -> dict[str, Any]:
+    """Names of an Arrow schema or struct type: nested ones as dictionaries, True for all others."""
+    from pyarrow import StructType
+
+    return {field.name: _columns(field.type) if isinstance(field.type, StructType) else True for field in fields}
 
 
 class ShuffledOrder:

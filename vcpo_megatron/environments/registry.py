@@ -6,28 +6,32 @@ raises ``EnvironmentSetupError`` with everything that is wrong with its settings
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..config.schema import EnvironmentConfig
 from . import arithmetic, modular_sum
 from .base import Environment, EnvironmentSetupError
 from .chat import making
+from .dataset.environment import NAME as DATASET
+from .dataset.environment import Dataset
+from .modules import load_attribute, user_code
 
 Factory = Callable[[EnvironmentConfig, Path, int], Environment]
 
 BUILT_IN: dict[str, Factory] = {
     arithmetic.NAME: arithmetic.Arithmetic,
     modular_sum.NAME: modular_sum.ModularSum,
+    DATASET: Dataset,
 }
 
 #: What ``Environment`` asks for.
 _MEMBERS = ("name", "fingerprint", "sampling", "max_prompt_tokens", "train_example", "heldout", "episode", "decode")
 
 
-def _factory(name: str) -> Factory:
+def _factory(config: EnvironmentConfig) -> Factory:
+    name = config.name
     if ":" not in name:
         if name not in BUILT_IN:
             raise EnvironmentSetupError(
@@ -35,15 +39,9 @@ def _factory(name: str) -> Factory:
                 "and your own as 'package.module:factory'"
             )
         return BUILT_IN[name]
-    module_name, _, attribute = name.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise EnvironmentSetupError(
-            f"environment.name = {name!r}: {error}; give 'package.module:factory' that Python can import (installed, "
-            "or PYTHONPATH=FOLDER: neither the working directory nor the configuration's folder is searched)"
-        ) from error
+    factory: Factory = load_attribute(name, config.modules, "environment.name")
     if not callable(factory):
+        attribute = name.partition(":")[2]
         raise EnvironmentSetupError(f"environment.name = {name!r}: {attribute} is not callable; name a factory")
     return factory
 
@@ -56,7 +54,7 @@ def make_environment(
     ``tokenizer_dir`` is the model's folder (``tokenizer.json``); ``seed`` settles order and prompts. ``warn`` is told
     what it can be made with, but hardly meant. Chat templates print ``config.date`` as today.
     """
-    factory, arguments = _factory(config.name), (config, tokenizer_dir, seed)
+    factory, arguments = _factory(config), (config, tokenizer_dir, seed)
     wrong = f"environment.name = {config.name!r}: "
     try:
         inspect.signature(factory).bind(*arguments)
@@ -64,38 +62,14 @@ def make_environment(
         raise EnvironmentSetupError(
             f"{wrong}it cannot be called with (config, tokenizer_dir, seed): {error}; name a factory that can"
         ) from error
-    with making(config.date) as templates:
+    with making(config.date) as templates, user_code(f"{wrong}making it"):
         environment = factory(*arguments)
-    if missing := sorted(name for name in _MEMBERS if not hasattr(environment, name)):
+        missing = sorted(name for name in _MEMBERS if not hasattr(environment, name))
+    if missing:
         raise EnvironmentSetupError(
             f"{wrong}it made a {type(environment).__name__}, which is no environment: it has no {', '.join(missing)}"
         )
-    for endless in filter(None, (template.endless(environment.sampling) for template in templates)):
-        warn(endless)
+    if isinstance(environment.sampling, Mapping):  # what else it is will be refused, with the other members
+        for endless in filter(None, (template.endless(environment.sampling) for template in templates)):
+            warn(endless)
     return environment
-
-
-def validate_environment(
-    config: EnvironmentConfig,
-    tokenizer_dir: Path,
-    seed: int,
-    context_length: int,
-    *,
-    warn: Callable[[str], None] = lambda line: None,
-) -> list[str]:
-    """All problems found before a start, one line each; [] when the environment can be made and fits.
-
-    ``context_length`` is the longest sequence of the model in tokens; ``warn`` as in ``make_environment``.
-    """
-    try:
-        environment = make_environment(config, tokenizer_dir, seed, warn=warn)
-    except EnvironmentSetupError as error:
-        return list(error.problems)
-    prompt = environment.max_prompt_tokens
-    answer = environment.sampling.get("max_new_tokens", 1)
-    if prompt + answer > context_length:
-        return [
-            f"environment {config.name}: a prompt of {prompt} tokens and an answer of {answer} exceed the model's "
-            f"context of {context_length}; shorten the prompts or take a model with a longer context"
-        ]
-    return []

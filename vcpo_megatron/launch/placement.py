@@ -18,9 +18,10 @@ from ..run.directory import RunDirectory
 #: Learner ranks and servers of one host; far above its GPUs, far below its ports and process ids.
 MAX_PROCESSES = 512
 
-Role = Literal["orchestrator", "learner", "server"]
+Role = Literal["orchestrator", "environment", "learner", "server"]
 
-#: Module that ``python -m`` runs for a role; the orchestrator starts the servers (orchestrator/peers/servers.py).
+#: Module that ``python -m`` runs for a role; the orchestrator starts the servers (orchestrator/peers/servers.py) and
+#: the workers of the environment (environments/workers).
 MODULES: dict[Role, str] = {
     "orchestrator": "vcpo_megatron.orchestrator",
     "learner": "vcpo_megatron.learner",
@@ -50,7 +51,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All processes of a run: orchestrator, learner ranks in order, servers in order."""
+    """All processes of a run: orchestrator, workers of the environment, learner ranks and servers, each in order."""
 
     processes: tuple[Process, ...]
 
@@ -109,6 +110,7 @@ def plan_local(config: RunConfig, *, gpus: Sequence[str] = (), host: str = "127.
         return Process(role, rank, host, tuple(devices), port, log)
 
     processes = [process("orchestrator", 0, (), config.launch.control_port)]
+    processes += [process("environment", rank, (), None) for rank in range(config.environment.workers)]
     for rank in range(ranks):
         port = config.launch.master_port if rank == 0 else None
         processes.append(process("learner", rank, gpus[rank : rank + 1], port))

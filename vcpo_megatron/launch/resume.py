@@ -32,6 +32,7 @@ _FREE = _keys(
             "max_restarts max_running_requests on_failure pause_mode port python request_timeout_s servers "
             "start_timeout_s sync sync_timeout_s sync_wave tensor_parallel verify_sync"
         ),
+        "environment": "episode_timeout_s modules worker_memory_gb workers",
         "staleness": "adaptive adaptive_ess wait_s",
         "checkpoint": "every export_hf_every keep_best keep_last keep_rollouts resume_partial",
         "parallel": "context expert expert_dispatcher expert_tensor pipeline sequence_parallel tensor virtual_pipeline",

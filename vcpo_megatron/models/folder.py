@@ -241,25 +241,33 @@ def _settings_fault(settings: Any) -> str:
 
 def generation_problems(folder: Path, shape: ModelShape) -> list[str]:
     """What is wrong with the end-of-sequence tokens of generation_config.json, or else of config.json."""
+    try:
+        stop_tokens(folder, shape)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def stop_tokens(folder: Path, shape: ModelShape) -> tuple[int, ...]:
+    """Tokens that end an answer: of generation_config.json, or else of config.json; ConfigError for what is none."""
     for path in (folder / "generation_config.json", folder / "config.json"):
         if not path.exists():
             continue
-        try:
-            content = _read(path)
-        except ConfigError as error:
-            return error.problems
+        content = _read(path)
         if not isinstance(content, dict):
-            return [f"model.path: {path} holds no JSON object"]
+            raise ConfigError([f"model.path: {path} holds no JSON object"])
         if (value := content.get("eos_token_id")) is None:
             continue
         ids = value if isinstance(value, list) else [value]
         if not _counts(ids) or max(ids, default=0) >= shape.vocab_size:
-            return [
-                f"model.path: {path}: eos_token_id = {value!r} is no token id, or list of them, below "
-                f"vocab_size = {shape.vocab_size}"
-            ]
-        return []
-    return []
+            raise ConfigError(
+                [
+                    f"model.path: {path}: eos_token_id = {value!r} is no token id, or list of them, below "
+                    f"vocab_size = {shape.vocab_size}"
+                ]
+            )
+        return tuple(ids)
+    return ()
 
 
 def _few(names: list[str]) -> str:

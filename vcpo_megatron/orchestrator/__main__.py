@@ -7,16 +7,21 @@ configuration, and the last line of standard error says why.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any, NoReturn
 
-from ..config.process import ERROR_PREFIX, WARNING_PREFIX, ProcessContext
+from ..config.process import ERROR_PREFIX, NOTE_PREFIX, WARNING_PREFIX, ProcessContext
 from ..config.schema import RunConfig
 from ..environments.base import EnvironmentSetupError
-from ..environments.registry import make_environment
+from ..environments.client import EnvironmentClient
+from ..environments.workers.pool import WorkerPool
+from ..environments.workers.setup import WorkerSetup
 from ..models.folder import read_model
+from ..models.shape import ModelShape
 from ..observability.sinks import JsonlSink, Sink, TensorBoardSink
 from ..rollout.client.http import ServerError, ServerUnavailable, allow_connections
 from ..rollout.client.protocol import ProtocolError
@@ -25,9 +30,9 @@ from ..rollout.fleet.router import sampling_problem
 from ..run.errors import ConfigError
 from ..run.notifier import Notifier
 from ..run.output import surviving
-from ..run.tasks import RunError
+from ..run.tasks import RunError, cancel
 from ..run.text import one_line
-from ..transport.control import ControlServer
+from ..transport.control import ControlServer, finish_sending
 from ..transport.messages import ControlError
 from .controller import Controller, Parts
 from .modes.replay import open_recorded, recorded_steps
@@ -50,16 +55,22 @@ _EXPECTED = (
 )
 
 
-def make_parts(context: ProcessContext, config: RunConfig) -> Parts:
-    """The real parts of a run; errors in what they need are raised before any server starts."""
-    shape = read_model(config.model.path)
-    environment = make_environment(
-        config.environment,
-        config.model.path,
-        config.train.seed,
-        warn=lambda line: print(f"{WARNING_PREFIX}{line}", flush=True),
+def make_environment_workers(context: ProcessContext, config: RunConfig) -> WorkerPool:
+    """The processes of the environment, not started yet."""
+    return WorkerPool(
+        WorkerSetup.of(config),
+        workers=config.environment.workers,
+        start_timeout_s=config.launch.timeout_s,
+        log=lambda index: context.directory.log("environment", index),
     )
-    if config.rollout.router is not None and (problem := sampling_problem(environment.sampling)) is not None:
+
+
+def make_parts(context: ProcessContext, config: RunConfig, shape: ModelShape, environment: EnvironmentClient) -> Parts:
+    """The real parts of a run; errors in what they need are raised before any server starts."""
+    sampling = environment.description.sampling
+    for note in environment.description.notes:
+        print(f"{NOTE_PREFIX}{note}", flush=True)
+    if config.rollout.router is not None and (problem := sampling_problem(sampling)) is not None:
         raise ConfigError([problem])
     changes = Notifier()
     recorded = open_recorded(config) if config.rollout.engine == "replay" else None
@@ -89,15 +100,17 @@ async def run(context: ProcessContext) -> str:
     config = context.config()
     if (problem := allow_connections(config.rollout.fleet_size * config.rollout.max_running_requests)) is not None:
         print(f"{WARNING_PREFIX}{problem}", flush=True)
-    parts = make_parts(context, config)
-    controller = Controller(context, config, parts)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, controller.request_stop, "stopped by signal")
-    try:
-        return await controller.run()
-    finally:
-        parts.socket.close()
+    shape = read_model(config.model.path)
+    async with make_environment_workers(context, config) as environment:
+        parts = make_parts(context, config, shape, environment)
+        controller = Controller(context, config, parts)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, controller.request_stop, "stopped by signal")
+        try:
+            return await controller.run()
+        finally:
+            parts.socket.close()
 
 
 def main() -> int:
@@ -112,7 +125,7 @@ def _run() -> int:
     except KeyError as error:
         return _fail(f"{error.args[0]} is not set: this process is started by `vcpo train`", 2)
     try:
-        print(asyncio.run(run(context)), flush=True)
+        print(_complete(run(context)), flush=True)
     except (ConfigError, EnvironmentSetupError) as error:
         return _fail(one_line(error, LIMIT), 2)
     except _EXPECTED as error:
@@ -123,10 +136,28 @@ def _run() -> int:
     return 0
 
 
+def _complete(work: Coroutine[Any, Any, str]) -> str:
+    """As asyncio.run, but what is left of the work is waited for only as long as ``cancel`` does, and threads not."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        loop.run_until_complete(cancel(*asyncio.all_tasks(loop)))
+
+
 def _fail(message: str, code: int) -> int:
     print(f"{ERROR_PREFIX}{message}", file=sys.stderr, flush=True)
     return code
 
 
+def _end(code: int) -> NoReturn:
+    """End the process at once: a thread that does not end would hold it up for minutes."""
+    finish_sending()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(main())

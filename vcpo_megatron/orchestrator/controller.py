@@ -10,7 +10,7 @@
                            +--------- Evaluation (held version) <-------------+--> eval/accuracy --> MetricsLog
 
 Loops, each documented where it lives: ``LearnerLink.receive``, ``LearnerLink.heartbeat``, ``Fleet.supervise``,
-``WeightSync.run``, ``Generation.run``, ``Evaluation.run``, and here:
+``EnvironmentClient.supervise``, ``WeightSync.run``, ``Generation.run``, ``Evaluation.run``, and here:
 
 ``_train``     consumes: batches                       produces: steps, rows, checkpoints
                waits for: a batch (or an earlier evaluation, so that two never hold a version), StepDone
@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 from ..config.process import NOTE_PREFIX, WARNING_PREFIX, ProcessContext
 from ..config.schema import RunConfig
-from ..environments.base import Environment
+from ..environments.client import EnvironmentClient
 from ..observability.sinks import Sink
 from ..rollout.client.protocol import SamplingParams
 from ..rollout.fleet.fleet import Fleet
@@ -79,7 +79,7 @@ class Parts:
     ``context_length`` (tokens) are the model's.
     """
 
-    environment: Environment
+    environment: EnvironmentClient
     fleet: Fleet | None
     recorded: StoreReader | None
     socket: Socket
@@ -145,7 +145,7 @@ class Controller:
     async def _run_parts(self) -> str:
         await self._recorder.open()
         state = await check(self._context, self._config, self._parts.environment, self._recorder)
-        loops = [self._link.receive(), self._link.heartbeat(), self._watch()]
+        loops = [self._link.receive(), self._link.heartbeat(), self._watch(), self._parts.environment.supervise()]
         if (fleet := self._parts.fleet) is not None:
             fleet.launch()
             self._describe.append(fleet.describe)
@@ -190,7 +190,7 @@ class Controller:
             self._recorder,
             self._log,
             self._context.directory,
-            fingerprint=self._parts.environment.fingerprint,
+            fingerprint=self._parts.environment.description.fingerprint,
             stop=self._stop,
         )
         return trainer, start

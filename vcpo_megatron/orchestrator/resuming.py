@@ -18,7 +18,7 @@ from typing import Any
 from ..config.load import written
 from ..config.process import ProcessContext
 from ..config.schema import RunConfig
-from ..environments.base import Environment
+from ..environments.client import EnvironmentClient
 from ..run.history import record
 from ..run.tasks import RunError
 from .store.recorder import Recorder
@@ -27,7 +27,7 @@ from .store.store import RolloutStore
 
 
 async def check(
-    context: ProcessContext, config: RunConfig, environment: Environment, recorder: Recorder
+    context: ProcessContext, config: RunConfig, environment: EnvironmentClient, recorder: Recorder
 ) -> dict[str, Any]:
     """Our state in the checkpoint that the run goes back to, {} for step 0; RunError or StoreError when the data or the
     store are not those of the checkpoint."""
@@ -35,7 +35,7 @@ async def check(
     if step is None:
         return {}
     state = context.directory.manifest(step).orchestrator
-    before, now = state.get("environment"), environment.fingerprint
+    before, now = state.get("environment"), environment.description.fingerprint
     if before != now:
         section = config.environment
         files = [str(path) for path in (section.data, section.heldout) if path is not None]

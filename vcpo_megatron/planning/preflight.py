@@ -1,28 +1,38 @@
-"""Whether a configuration can run at all, before anything starts: its own checks and its environment's, together."""
+"""Whether a configuration can run at all, before anything starts: its own checks and its environment's, together; and
+whether the ports that it names can be had here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ..config.checks.problems import problems
 from ..config.schema import RunConfig
-from ..environments.registry import validate_environment
-from ..models.folder import read_model
+from ..launch.placement import Plan
+from ..launch.ports import PortError, choose_ports
+from ..models.tokenizer import TokenizerError
+from ..orchestrator.modes.environment_check import Examination, check_environment
 from ..run.errors import ConfigError
 
+#: The environment is made and asked for prompts, none is played.
+NOTHING_PLAYED = Examination()
 
-def config_problems(
-    config: RunConfig, *, begins: bool = True, warn: Callable[[str], None] = lambda line: None
-) -> list[str]:
-    """Everything that keeps ``config`` from running on any machine; ``begins``: from its start, not from a checkpoint
-    of its own. ``warn`` is told what it would run with, but hardly as it is meant."""
+
+def config_problems(config: RunConfig, examination: Examination = NOTHING_PLAYED, *, begins: bool = True) -> list[str]:
+    """Everything that keeps ``config`` from running on any machine, after an ``examination`` of its environment; from
+    the main thread, see ``check_environment``. ``begins``: it runs from its start, not from a checkpoint of its own."""
     found = problems(config, begins=begins)
     try:
-        context = config.rollout.context_length or read_model(config.model.path).max_position_embeddings
-    except ConfigError:
+        of_environment = check_environment(config, examination)
+    except (ConfigError, TokenizerError):
         return found  # already among them
-    of_environment = validate_environment(config.environment, config.model.path, config.train.seed, context, warn=warn)
     # A file that is missing or broken was named once already, with its key.
     files = (config.environment.data, config.environment.heldout, config.model.path / "tokenizer.json")
     named = [str(file) for file in files if file and any(str(file) in problem for problem in found)]
     return found + [line for line in of_environment if not any(file in line for file in named)]
+
+
+def port_problems(plan: Plan) -> list[str]:
+    """Why the processes of ``plan`` cannot listen where they should on this machine, at this moment."""
+    try:
+        choose_ports(plan)
+    except PortError as error:
+        return [str(error)]
+    return []

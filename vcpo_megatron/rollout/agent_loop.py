@@ -14,15 +14,14 @@ sequence. When nothing is left, the environment is told by an empty ``Action`` (
 
 from __future__ import annotations
 
-import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from ..environments.base import Action, Environment, Episode, Example, Observation, Outcome
+from ..environments.base import Outcome
+from ..environments.client import Blame, EnvironmentClient, EpisodeClient, EpisodeFailure, Prompt
 from ..types import PolicyVersion, Trajectory, Turn, VersionSpan
 from .client.protocol import GenerateResult, ProtocolError, SamplingParams
 
@@ -36,19 +35,14 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that different offsets give differe
 
 
 class EpisodeError(RuntimeError):
-    """This trajectory failed; the message names environment, prompt and cause. Others are unaffected."""
+    """This trajectory failed; the message names environment, prompt and cause. Others are unaffected.
 
-
-@contextmanager
-def _environment_code(what: str) -> Iterator[None]:
-    """Fault boundary: whatever the task's own code raises in ``what`` fails this trajectory alone.
-
-    The caller of ``run_episode`` counts it.
+    ``blame``: whether it is its own fault, or that of another one in the same worker.
     """
-    try:
-        yield
-    except Exception as error:  # fault boundary, see above
-        raise EpisodeError(f"{what} raised {type(error).__name__}: {error}") from error
+
+    def __init__(self, message: str, blame: Blame = "own") -> None:
+        super().__init__(message)
+        self.blame: Blame = blame
 
 
 @dataclass
@@ -109,27 +103,23 @@ class _Runner:
     """The state of one ``run_episode`` call."""
 
     generate: Generate
-    environment: Environment
-    episode: Episode
+    environment: EnvironmentClient
+    episode: EpisodeClient
     sampling: SamplingParams
     context_length: int
     seed_for_turn: Callable[[int], int | None]
     request_id: str
 
     async def run(self) -> tuple[_Record, Outcome]:
-        with _environment_code("reset"):
-            prompt = await self.episode.reset()
-        if not isinstance(prompt, Observation) or not prompt.token_ids:
-            raise EpisodeError(f"reset returned {prompt!r}, not an Observation with tokens")
-        record = _Record.of_prompt(prompt.token_ids)
+        record = _Record.of_prompt(await self.episode.reset())
         if self._budget(record) < 1:
             raise EpisodeError(
                 f"the prompt of {len(record.tokens)} tokens leaves no room for an answer in a context of "
                 f"{self.context_length} tokens; shorten the prompts or take a longer context"
             )
         while True:
-            action = await self._answer(record)
-            result = await self._step(action)
+            answer, reason = await self._answer(record)
+            result = await self.episode.step(answer, reason)
             if isinstance(result, Outcome):
                 return record, result
             if self._budget(record, upcoming=len(result.token_ids)) < 1:
@@ -138,12 +128,12 @@ class _Runner:
 
     def _budget(self, record: _Record, upcoming: int = 0) -> int:
         """Tokens that the next answer may have, after ``upcoming`` observation tokens."""
-        cap = self.environment.sampling.get("max_new_tokens", self.sampling.max_new_tokens)
+        cap = self.environment.description.sampling.get("max_new_tokens", self.sampling.max_new_tokens)
         left = self.sampling.max_new_tokens - record.sampled
         return min(cap, left, self.context_length - len(record.tokens) - upcoming)
 
-    async def _answer(self, record: _Record) -> Action:
-        """Sample one answer into ``record``, resuming it after every abort."""
+    async def _answer(self, record: _Record) -> tuple[Sequence[int], str]:
+        """Sample one answer into ``record``, resuming it after every abort; its tokens, and why it ended."""
         turn, start, budget = len(record.turns), len(record.tokens), self._budget(record)
         seed = self.seed_for_turn(turn)
         attempt = empty = 0
@@ -166,63 +156,31 @@ class _Runner:
         if len(record.tokens) == start:
             raise EpisodeError(f"the server answered no token (finish reason {reason!r})")
         record.end_turn(start, reason)
-        answer = tuple(record.tokens[start:])
-        with _environment_code("decode"):
-            text = self.environment.decode(answer)
-        return Action(answer, text, reason)
+        return record.tokens[start:], reason
 
     def _parameters(self, max_new_tokens: int, seed: int | None, offset: int) -> SamplingParams:
         """``offset`` tokens of the answer exist already: servers count a seed's positions from 0 in every request, so
         a resumed one moves the seed on instead of drawing the same random numbers again."""
-        extra: dict[str, Any] = {**self.environment.sampling, "max_new_tokens": max_new_tokens}
+        sampling = self.environment.description.sampling
+        extra: dict[str, Any] = {**sampling, "max_new_tokens": max_new_tokens}
         if seed is not None:
             extra["sampling_seed"] = (seed + offset * _SEED_STRIDE) % 2**31
         try:
             return replace(self.sampling, **extra)
         except (TypeError, ProtocolError) as error:
-            raise EpisodeError(f"its sampling parameters {dict(self.environment.sampling)}: {error}") from error
-
-    async def _step(self, action: Action) -> Observation | Outcome:
-        with _environment_code("step"):
-            result = await self.episode.step(action)
-        if not isinstance(result, Observation | Outcome):
-            raise EpisodeError(f"step returned {result!r}, neither an Observation nor an Outcome")
-        if isinstance(result, Outcome) and not math.isfinite(result.reward):
-            raise EpisodeError(f"step returned reward {result.reward}; give a finite number")
-        for name, value in result.info.items() if isinstance(result, Outcome) else ():
-            if not isinstance(value, int | float | np.number):
-                raise EpisodeError(f"step returned info {name} = {value!r}; give numbers")
-        return result
+            raise EpisodeError(f"its sampling parameters {dict(sampling)}: {error}") from error
 
     async def _final_outcome(self) -> Outcome:
-        result = await self._step(Action((), "", "length"))
+        result = await self.episode.step((), "length")
         if not isinstance(result, Outcome):
             raise EpisodeError("step returned an Observation although no room was left; it must return an Outcome")
         return result
 
-    async def run_and_close(self) -> tuple[_Record, Outcome]:
-        """``run``, then close the episode whatever ended it; a failure to close never hides why ``run`` failed."""
-        async with AsyncExitStack() as stack:
-            stack.push_async_exit(self._close_after)
-            return await self.run()
-
-    async def _close_after(self, _: object, error: BaseException | None, __: object) -> None:
-        try:
-            await self._close()
-        except EpisodeError as second:
-            if error is None:
-                raise
-            error.add_note(str(second))
-
-    async def _close(self) -> None:
-        with _environment_code("close"):
-            await self.episode.close()
-
 
 async def run_episode(
     generate: Generate,
-    environment: Environment,
-    example: Example,
+    environment: EnvironmentClient,
+    prompt: Prompt,
     *,
     group_id: int,
     sample_index: int,
@@ -230,32 +188,33 @@ async def run_episode(
     context_length: int,
     seed_for_turn: Callable[[int], int | None],
 ) -> Trajectory:
-    """Run one episode of ``example`` to its end and return its trajectory.
+    """Run one episode of ``prompt`` to its end and return its trajectory.
 
     ``seed_for_turn(turn)`` is the sampling seed of answer ``turn`` = 0, 1, ..., or None to send none.
 
     Raises EpisodeError when the environment or the server's answer is at fault; what ``generate``
     raises passes unchanged. The episode is closed in every case, cancellation included.
     """
-    label = f"environment {environment.name}, prompt {example.prompt_id}, sample {group_id}/{sample_index}"
-    request_id = f"{example.prompt_id}/{group_id}/{sample_index}"
+    label = f"environment {environment.description.name}, prompt {prompt.prompt_id}, sample {group_id}/{sample_index}"
+    request_id = f"{prompt.prompt_id}/{group_id}/{sample_index}"
+    episode = environment.episode(prompt)
     try:
-        with _environment_code("episode"):
-            episode = environment.episode(example)
         runner = _Runner(generate, environment, episode, sampling, context_length, seed_for_turn, request_id)
-        record, outcome = await runner.run_and_close()
-    except EpisodeError as error:
-        raise EpisodeError(f"{label}: {error}") from error.__cause__
+        record, outcome = await runner.run()
+    except (EpisodeError, EpisodeFailure) as error:
+        raise EpisodeError(f"{label}: {error}", error.blame) from error
+    finally:
+        episode.close()
     return Trajectory(
         group_id=group_id,
         sample_index=sample_index,
-        prompt_id=example.prompt_id,
+        prompt_id=prompt.prompt_id,
         prompt_length=record.turns[0].start,
         tokens=np.asarray(record.tokens, dtype=np.int32),
         loss_mask=np.asarray(record.mask, dtype=np.bool_),
         behavior_logprobs=np.asarray(record.logprobs, dtype=np.float32),
         turns=tuple(record.turns),
-        reward=float(outcome.reward),
-        info=dict(outcome.info),
+        reward=outcome.reward,
+        info=outcome.info,
         routed_experts=record.routed_experts(),
     )

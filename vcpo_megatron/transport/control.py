@@ -13,12 +13,21 @@ import zmq.asyncio
 from .frames import decode, encode
 from .messages import FOR_SENDER, ControlError, Heartbeat, Hello, Message
 
+#: A socket that is closed sends what it still holds for so long.
+LINGER_MS = 2000
+
 
 class Received(NamedTuple):
     """A message, and the frames that it came as."""
 
     message: Message
     frames: list[bytes]
+
+
+def finish_sending() -> None:
+    """Close the sockets of this process's ``ControlServer``s and wait until what they were given is sent, ``LINGER_MS``
+    at most."""
+    zmq.asyncio.Context.instance().destroy(linger=LINGER_MS)
 
 
 class ControlServer:
@@ -29,7 +38,7 @@ class ControlServer:
         self._token = token
         self._peer: bytes | None = None
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         try:
@@ -93,7 +102,7 @@ class ControlClient:
         outgoing = self._context.socket(zmq.PAIR)
         outgoing.connect("inproc://outbox")
         wire = self._context.socket(zmq.DEALER)
-        wire.setsockopt(zmq.LINGER, 2000)
+        wire.setsockopt(zmq.LINGER, LINGER_MS)
         wire.setsockopt(zmq.SNDHWM, 0)
         wire.setsockopt(zmq.RCVHWM, 0)
         wire.connect(address)

@@ -351,12 +351,23 @@ def test_some_of_several_servers_evaluate() -> None:
     assert [len(evaluating_servers([object()] * n)) for n in (1, 2, 4, 8, 9)] == [1, 1, 1, 2, 2]  # type: ignore[list-item]
 
 
-def test_a_held_out_sample_that_hangs_fails_at_its_deadline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("limit_s", "said"),
+    [
+        (60.0, "no answer within 1 s (staleness.wait_s)"),
+        (0.5, "environment fake, prompt heldout-0, sample -1/0: timed out: step did not return within the 0.5 s"),
+    ],
+)
+def test_a_held_out_sample_that_hangs_fails_at_its_deadline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], limit_s: float, said: str
+) -> None:
     environment = FakeEnvironment(delay_s=lambda example: 60.0 if example.data["index"] == 1000 else 0.0)
-    cfg = config(train={"steps": 2, "eval_every": 1}, staleness={"wait_s": 1.0})
+    cfg = config(
+        train={"steps": 2, "eval_every": 1}, staleness={"wait_s": 1.0}, environment={"episode_timeout_s": limit_s}
+    )
     run = FakeRun(tmp_path, cfg, environment=environment)
     assert run.run() == "run ended"
-    assert "1 of 3 samples failed, first: no answer within 1 s (staleness.wait_s)" in capsys.readouterr().out
+    assert f"1 of 3 samples failed, first: {said}" in capsys.readouterr().out
 
 
 def test_an_evaluation_without_one_answer_says_so(capsys: pytest.CaptureFixture[str]) -> None:

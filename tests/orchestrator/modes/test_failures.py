@@ -70,7 +70,16 @@ def test_a_failed_member_is_replaced_by_another_sample(tmp_path: Path) -> None:
 
 
 def test_a_dropped_group_is_sampled_again(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path, config(), environment=FakeEnvironment(fails=FailsFirst(3, 2)))
+    class Environment(FakeEnvironment):
+        made = 0
+
+        def episode(self, example: Example) -> FakeEpisode:
+            self.made += example.data["index"] == 3
+            return super().episode(example)
+
+    environment = Environment()
+    environment.fails = lambda example: example.data["index"] == 3 and environment.made <= 4  # of the first two groups
+    run = FakeRun(tmp_path, config(), environment=environment)
     assert run.run() == "run ended"
     assert trained(run) == sorted(f"train-{i}" for i in range(12))
     row = run.rows()[-1]

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.environments.in_process import play
 from tests.learner.families import SIZES, make_family
 from tests.rollout.conftest import Running
-from tests.rollout.test_agent_loop import EXAMPLE, Script, Server
+from tests.rollout.test_agent_loop import Script, Server
 from vcpo_megatron.conversion.families.registry import open_model
 from vcpo_megatron.environments.base import Observation, Outcome
-from vcpo_megatron.rollout.agent_loop import run_episode
 from vcpo_megatron.rollout.client.http import ServerClient
 from vcpo_megatron.rollout.client.protocol import GenerateResult, ProtocolError, SamplingParams, Span
 from vcpo_megatron.rollout.client.replies import UnsupportedServer
@@ -225,16 +225,7 @@ def answer(prompt: int, ids: list[int], mark: int, finish: str = "stop") -> Gene
 
 
 def played(server: Server, script: Script) -> Any:
-    episode = run_episode(
-        server,
-        script,
-        EXAMPLE,
-        group_id=5,
-        sample_index=2,
-        context_length=100,
-        sampling=SamplingParams(max_new_tokens=20),
-        seed_for_turn=lambda turn: None,
-    )
+    episode = play(server, script, group_id=5, sample_index=2, sampling=SamplingParams(max_new_tokens=20))
     return asyncio.run(asyncio.wait_for(episode, 10)).routed_experts
 
 

@@ -17,6 +17,7 @@ from .experts import expert_problems
 from .limits import limit_problems
 from .parallel import parallel_problems, split_problems
 from .rollout import (
+    episode_problems,
     generation_problems,
     model_rollout_problems,
     replay_problems,
@@ -40,6 +41,7 @@ def problems(config: RunConfig, *, begins: bool = True) -> list[str]:
         *training_problems(config),
         *idle_keys(config),
         *rollout_problems(config),
+        *episode_problems(config),
         *server_problems(config),
         *weight_sync_problems(config),
         *replay_problems(config),

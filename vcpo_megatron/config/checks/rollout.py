@@ -28,6 +28,18 @@ def generation_problems(config: RunConfig) -> Iterator[str]:
         yield f'rollout.on_failure = "resample": {why}; set it to "drop"'
 
 
+def episode_problems(config: RunConfig) -> Iterator[str]:
+    """A hanging episode is a failure of its prompt only if it is counted before its group is given up."""
+    limit, wait = config.environment.episode_timeout_s, config.staleness.wait_s
+    given_up = config.staleness.lag == "bounded" and config.rollout.engine != "replay"
+    if given_up and limit is not None and limit >= wait:
+        yield (
+            f"environment.episode_timeout_s = {limit:g}: not below staleness.wait_s = {wait:g}, so an episode that "
+            "hangs would be dropped as expired and sampled again, not counted as failed; lower it, or raise "
+            "staleness.wait_s"
+        )
+
+
 def rollout_problems(config: RunConfig) -> Iterator[str]:
     """A group keeps to one server, and the learner waits for its slowest member: it must run as a whole."""
     rollout, train = config.rollout, config.train

@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 
 from ...config.process import WARNING_PREFIX
-from ...environments.base import Environment, Example
+from ...environments.client import EnvironmentClient, Prompt
 from ...rollout.agent_loop import run_episode
 from ...rollout.fleet.fleet import Fleet
 from ...rollout.fleet.server import Server
@@ -91,7 +91,7 @@ class Evaluation:
 
     def __init__(
         self,
-        environment: Environment,
+        environment: EnvironmentClient,
         fleet: Fleet,
         sync: WeightSync,
         rules: SamplingRules,
@@ -134,12 +134,12 @@ class Evaluation:
         return self._versions[self._next] if self._next < len(self._versions) else None
 
     async def _evaluate(self, version: int) -> list[HeldOutSample]:
-        heldout = self._environment.heldout()
+        heldout = self._environment.description.heldout
         samples: list[HeldOutSample] = []
         tasks: list[asyncio.Task[None]] = []
         among = self._sync.evaluators
 
-        async def sample(index: int, example: Example) -> None:
+        async def sample(index: int, prompt: Prompt) -> None:
             lease = await self._fleet.changes.until(
                 lambda: self._fleet.lease(1, among=among, allowed=lambda number: number == version)
             )
@@ -148,25 +148,25 @@ class Evaluation:
                     trajectory = await run_episode(
                         lease.generate,
                         self._environment,
-                        example,
+                        prompt,
                         group_id=EVALUATION_GROUP,
                         sample_index=index,
                         sampling=self._rules.sampling,
                         context_length=self._rules.context_length,
                         seed_for_turn=lambda turn: None,
                     )
-                samples.append(HeldOutSample(index, example.prompt_id, trajectory))
+                samples.append(HeldOutSample(index, prompt.prompt_id, trajectory))
             except TimeoutError:
                 reason = f"no answer within {self._timeout_s:g} s (staleness.wait_s)"
-                samples.append(HeldOutSample(index, example.prompt_id, reason=reason))
+                samples.append(HeldOutSample(index, prompt.prompt_id, reason=reason))
             except Exception as error:  # fault boundary: one held-out sample fails, it is counted and said
-                samples.append(HeldOutSample(index, example.prompt_id, reason=one_line(error)))
+                samples.append(HeldOutSample(index, prompt.prompt_id, reason=one_line(error)))
             finally:
                 lease.release()
                 self._at = f"evaluation of version {version}: {len(samples)} of {len(heldout)} samples done"
 
         try:
-            tasks += [asyncio.create_task(sample(index, example)) for index, example in enumerate(heldout)]
+            tasks += [asyncio.create_task(sample(index, prompt)) for index, prompt in enumerate(heldout)]
             await asyncio.gather(*tasks)
         finally:
             await cancel(*tasks)

@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...environments.base import Environment, Example
+from ...environments.client import EnvironmentClient, Prompt
 from ...rollout.agent_loop import EpisodeError, Generate, run_episode
 from ...rollout.client.http import ServerError, ServerUnavailable
 from ...rollout.client.protocol import GenerateResult, ProtocolError, SamplingParams
@@ -58,7 +58,7 @@ def sampling_seed(seed: int, prompt_id: str, sample_index: int, turn: int) -> in
 class ExactEpisode:
     """One trajectory to sample; ``server`` is where its requests go."""
 
-    example: Example
+    prompt: Prompt
     group_id: int
     sample_index: int
     server: Server
@@ -137,7 +137,7 @@ class Rounds:
 class ExactSampler:
     """Samples batches by data position, and held-out prompts, on servers that hold one version."""
 
-    def __init__(self, environment: Environment, fleet: Fleet, rules: SamplingRules, *, seed: int) -> None:
+    def __init__(self, environment: EnvironmentClient, fleet: Fleet, rules: SamplingRules, *, seed: int) -> None:
         self._environment = environment
         self._fleet = fleet
         self._rules = rules
@@ -149,12 +149,12 @@ class ExactSampler:
         found: list[Trajectory | None] = [None] * len(episodes)
 
         async def one(index: int, episode: ExactEpisode) -> None:
-            prompt_id, sample_index = episode.example.prompt_id, episode.sample_index
+            prompt_id, sample_index = episode.prompt.prompt_id, episode.sample_index
             try:
                 found[index] = await run_episode(
                     rounds.generate(index),
                     self._environment,
-                    episode.example,
+                    episode.prompt,
                     group_id=episode.group_id,
                     sample_index=sample_index,
                     sampling=self._rules.sampling,
@@ -171,21 +171,22 @@ class ExactSampler:
     async def groups(self, numbered: Sequence[tuple[int, int]], size: int) -> list[Group]:
         """Groups of ``size`` samples for (group id, data position) pairs, in their order."""
         servers = self._fleet.servers
-        examples = {group_id: self._environment.train_example(position) for group_id, position in numbered}
+        found = await run_all(*(self._environment.train_prompt(position) for _, position in numbered))
+        prompts = {group_id: prompt for (group_id, _), prompt in zip(numbered, found, strict=True)}
         episodes = [
-            ExactEpisode(examples[group_id], group_id, sample, servers[position % len(servers)])
+            ExactEpisode(prompts[group_id], group_id, sample, servers[position % len(servers)])
             for group_id, position in numbered
             for sample in range(size)
         ]
         members: dict[int, list[Trajectory]] = {group_id: [] for group_id, _ in numbered}
         for trajectory in await self.sample(episodes):
             members[trajectory.group_id].append(trajectory)
-        return [Group(group_id, examples[group_id].prompt_id, tuple(members[group_id])) for group_id, _ in numbered]
+        return [Group(group_id, prompts[group_id].prompt_id, tuple(members[group_id])) for group_id, _ in numbered]
 
     async def heldout(self) -> list[HeldOutSample]:
         """One sample of every held-out prompt, by the version that the servers hold."""
         servers = self._fleet.servers
-        heldout = self._environment.heldout()
+        heldout = self._environment.description.heldout
         episodes = [ExactEpisode(e, EVALUATION_GROUP, i, servers[i % len(servers)]) for i, e in enumerate(heldout)]
         trajectories = await self.sample(episodes) if episodes else []
         return [HeldOutSample(t.sample_index, t.prompt_id, t) for t in trajectories]

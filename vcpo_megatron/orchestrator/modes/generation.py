@@ -7,6 +7,8 @@
                      recorder
 ``_sample``          one task a trajectory; waits for the environment and for ``Lease.generate``, then for the disk
 
+Prompts are fetched ahead (``PromptSource``): a position is taken from the cursor when its prompt is there.
+
 A trajectory counts only once it is on disk. One that fails is counted with its reason. By ``GenerationRules`` its
 group then ends, and its prompt is sampled again, or the group goes on with another sample in its place; a prompt that
 keeps failing is set aside, by name. The run goes on until failures prevail: then the commonest reason ends it.
@@ -18,8 +20,8 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...environments.base import Environment, Example
-from ...rollout.agent_loop import run_episode
+from ...environments.client import EnvironmentClient, Prompt
+from ...rollout.agent_loop import EpisodeError, run_episode
 from ...rollout.client.protocol import SamplingParams
 from ...rollout.fleet.fleet import Fleet, Lease
 from ...run.tasks import RunError, cancel
@@ -29,10 +31,11 @@ from ..store.ledger import GroupLedger, LiveGroup
 from ..store.recorder import Recorder
 from ..store.records import Answer
 from ..store.resume import PartialGroup, ResumePlan
-from ..store.schema import ZERO_VARIANCE, StoreFullError
+from ..store.schema import WORKER_ENDED, ZERO_VARIANCE, StoreFullError
 from .batcher import Batcher
 from .failures import FailureWindow, PromptFailures
 from .partial_rollouts import PartialRollout
+from .prompts import AHEAD, PromptSource
 
 #: Seconds that servers have, at a stop, to cut off what they are sampling.
 CUT_OFF_S = 2.0
@@ -43,7 +46,7 @@ class _Work:
     """What the samples of a group share; ``answers``: what each had of answers before a resume."""
 
     group: LiveGroup
-    example: Example
+    prompt: Prompt
     lease: Lease
     answers: Mapping[int, Sequence[Answer]]
 
@@ -75,7 +78,7 @@ class Generation:
 
     def __init__(
         self,
-        environment: Environment,
+        environment: EnvironmentClient,
         fleet: Fleet,
         batcher: Batcher,
         ledger: GroupLedger,
@@ -88,6 +91,7 @@ class Generation:
         failures: FailureWindow,
     ) -> None:
         self._environment = environment
+        self._source = PromptSource(environment, fleet.changes)
         self._fleet = fleet
         self._batcher = batcher
         self._ledger = ledger
@@ -117,46 +121,57 @@ class Generation:
             for partial in self._partial:
                 await self._go_on(partial)
             while True:
-                self._admit(await self._fleet.changes.until(self._room))
+                self._admit(*await self._fleet.changes.until(self._room))
                 await asyncio.sleep(0)
         finally:
             await cancel(*self._tasks)
+            await self._source.close()
 
     async def _go_on(self, partial: PartialGroup) -> None:
         """Sample what a group from before the resume still lacks."""
+        if (group := self._ledger.live.get(partial.group_id)) is None:
+            return
+        prompt = await self._environment.train_prompt(group.position)
         lease = await self._fleet.changes.until(lambda: self._lease(len(partial.missing)))
         group = self._ledger.live.get(partial.group_id)
         if group is not None:
-            example = self._environment.train_example(group.position)
-            self._start(_Work(group, example, lease, partial.answers), partial.missing)
+            self._start(_Work(group, prompt, lease, partial.answers), partial.missing)
         else:
             lease.release(lease.places)
 
-    def _lease(self, places: int, allowed: Callable[[int], bool] = lambda version: True) -> Lease | None:
-        """Places on a server. Raises the error of a task, if any."""
+    def _may_start(self) -> bool:
+        """Whether anything new may begin. Raises the error of a task, if any."""
         if self._error is not None:
             raise self._error
-        return None if self._recorder.paused or self._stopping else self._fleet.lease(places, allowed=allowed)
+        return not self._recorder.paused and not self._stopping
 
-    def _room(self) -> Lease | None:
-        """Places for a group on a server whose version the bound allows."""
-        full = self._batcher.active_groups >= self._rules.total_groups
-        return self._lease(self._rules.group_size, lambda version: not full and self._batcher.may_admit(version))
+    def _lease(self, places: int, allowed: Callable[[int], bool] = lambda version: True) -> Lease | None:
+        """Places on a server."""
+        return self._fleet.lease(places, allowed=allowed) if self._may_start() else None
 
-    def _admit(self, lease: Lease) -> None:
-        group_id, position, example = self._next()
+    def _room(self) -> tuple[Lease, Prompt] | None:
+        """Places for a group on a server whose version the bound allows, and the prompt that is next."""
+        if not self._may_start() or self._batcher.active_groups >= self._rules.total_groups:
+            return None
+        prompt = self._next()
+        lease = None if prompt is None else self._lease(self._rules.group_size, self._batcher.may_admit)
+        return None if prompt is None or lease is None else (lease, prompt)
+
+    def _admit(self, lease: Lease, prompt: Prompt) -> None:
+        group_id, position = self._ledger.cursor.take()
+        self._source.forget(position)
         size = self._rules.group_size
-        group, admitted = self._ledger.admit(group_id, example.prompt_id, position, size, lease.held)
+        group, admitted = self._ledger.admit(group_id, prompt.prompt_id, position, size, lease.held)
         self._follow(admitted)
-        self._start(_Work(group, example, lease, {}), range(size))
+        self._start(_Work(group, prompt, lease, {}), range(size))
 
-    def _next(self) -> tuple[int, int, Example]:
-        """Group id, data position and example of the next group; prompts that were set aside are left out."""
-        while True:
-            group_id, position = self._ledger.cursor.take()
-            example = self._environment.train_example(position)
-            if not self._prompts.is_set_aside(example.prompt_id):
-                return group_id, position, example
+    def _next(self) -> Prompt | None:
+        """The next group's prompt, None while it is being fetched; prompts that were set aside are left out."""
+        cursor = self._ledger.cursor
+        while (prompt := self._source.get(cursor.ahead(AHEAD))) and self._prompts.is_set_aside(prompt.prompt_id):
+            _, position = cursor.take()
+            self._source.forget(position)
+        return prompt
 
     def _start(self, work: _Work, samples: Iterable[int]) -> None:
         for sample_index in samples:
@@ -200,7 +215,7 @@ class Generation:
             return await run_episode(
                 rollout.generate,
                 self._environment,
-                work.example,
+                work.prompt,
                 group_id=work.group.group_id,
                 sample_index=sample_index,
                 sampling=self._sampling.sampling,
@@ -241,14 +256,18 @@ class Generation:
         group_id, reason = work.group.group_id, one_line(error)
         if group_id not in self._ledger.live:
             return None  # its group has ended: all its members are counted there
+        blame = error.blame if isinstance(error, EpisodeError) else "own"
+        if blame == "none":
+            reason = WORKER_ENDED + reason
         print(f"trajectory {group_id}/{sample_index} failed: {reason}", flush=True)
-        again = self._prompts.failure(work.example.prompt_id, error)
+        again = blame == "none" or self._prompts.failure(work.prompt.prompt_id, error)
         replacement = None
         if again and self._rules.resample_failed:
             replacement = await self._ledger.replace(group_id, sample_index, reason)
         else:
-            await self._ledger.fail(group_id, sample_index, reason, requeue=again)
-        self._failures.failure(error, self._ledger.failed_in_a_row)
+            await self._ledger.fail(group_id, sample_index, reason, requeue=again, in_a_row=blame == "own")
+        if blame == "own":
+            self._failures.failure(error, self._ledger.failed_in_a_row)
         return replacement
 
     async def keep_unfinished(self) -> None:

@@ -87,6 +87,11 @@ class Cursor:
         self.next_index += 1
         return self.new_id(), self.next_index - 1
 
+    def ahead(self, count: int) -> list[int]:
+        """Data positions of the next ``count`` groups, if none is to be sampled again meanwhile."""
+        found = self.requeue[:count]
+        return [*found, *range(self.next_index, self.next_index + count - len(found))]
+
     def new_id(self) -> int:
         self.next_group_id += 1
         return self.next_group_id - 1
@@ -207,14 +212,20 @@ class GroupLedger:
 
     # --- groups end ---------------------------------------------------------------------------
 
-    async def fail(self, group_id: int, sample_index: int, reason: str, *, requeue: bool) -> None:
-        """A trajectory of a live group failed, and the group with it; ``requeue``: its prompt is sampled again."""
+    async def fail(
+        self, group_id: int, sample_index: int, reason: str, *, requeue: bool, in_a_row: bool = True
+    ) -> None:
+        """A trajectory of a live group failed, and the group with it; ``requeue``: its prompt is sampled again.
+        ``in_a_row``: whether the group counts among those that failed one after the other."""
         group = self._take_out(group_id)
         ended = self._writer.submit(lambda store: store.fail(group_id, sample_index, reason))
         if requeue:
             bisect.insort(self.cursor.requeue, group.position)
         await ended
-        self._failures.ended(group_id, failed=True)
+        if in_a_row:
+            self._failures.ended(group_id, failed=True)
+        else:
+            self._failures.dropped(group_id)
 
     def drop(self, group_id: int, reason: str) -> asyncio.Future[bool]:
         """A live group ends as dropped(reason), by choice."""

@@ -13,7 +13,7 @@ import numpy as np
 from ...run.text import encodable
 from ...types import Group, Trajectory
 from .records import experts_of, heldout_trajectory_of, trajectory_of
-from .schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, StoreError, store_errors
+from .schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, WORKER_ENDED, StoreError, store_errors
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class StoreReader:
         return {row["how"]: row["n"] for row in rows}
 
     def failures_by_prompt(self) -> dict[str, int]:
-        """Number of failed trajectories of each prompt that has any."""
+        """Number of failed trajectories of each prompt that has any; those that another one ended do not count."""
         rows = self._rows(
             "SELECT prompt_id, COUNT(*) FROM trajectories t JOIN groups g USING (group_id) WHERE t.state = ? "
-            "GROUP BY prompt_id",
-            (FAILED,),
+            "AND t.reason NOT LIKE ? GROUP BY prompt_id",
+            (FAILED, f"{WORKER_ENDED}%"),
         )
         return {row[0]: row[1] for row in rows}
 

@@ -20,6 +20,9 @@ _COPIES = 10
 #: States of a group and of a trajectory. The first two are queued, the others are final.
 ADMITTED, SAMPLED, TRAINED, DROPPED, FAILED = "admitted", "sampled", "trained", "dropped", "failed"
 
+#: Begins the reason of a failure that is not the trajectory's own: another one ended the process that it ran in.
+WORKER_ENDED = "environment worker ended: "
+
 # ``current`` is 1 for the group that stands for its data position (``cursor_index``), one at most: a group
 # gives it up when the position is admitted again, or when resuming from a checkpoint undoes the group.
 # ``ended_at`` is the number of steps done when a group ended; for a trained group that is its ``step``.

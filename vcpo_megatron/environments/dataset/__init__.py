@@ -1,0 +1,1 @@
+"""The environment "dataset": prompts and reference answers from files, and rewards by name."""

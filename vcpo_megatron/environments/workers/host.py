@@ -1,0 +1,328 @@
+"""The environment and its episodes inside a worker: the boundary around a user's code.
+
+A job is an episode, or a single question about a prompt or a text. Whatever a user's code raises in it, SystemExit and
+a CancelledError of its own included, is a failed reply of this job alone. A job has ``limit_s`` seconds in a user's
+code, in all of its calls together: what takes longer is answered "timed out", and cancelled. Code that does not let
+itself be cancelled goes on unheard. An episode is closed when it has ended, in whatever way: after an outcome before
+that is told, else in the background, where its errors go to the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...run.text import kind_of, one_line, printable
+from ..base import Action, Environment, Episode, Example, Outcome
+from . import values
+from .activity import Activity
+from .messages import Message
+
+#: Seconds that an episode gets to close itself when nobody waits for it.
+CLOSE_S = 30.0
+#: Seconds for which a cancelled call is waited for before its episode is closed all the same.
+CANCEL_S = 5.0
+#: How often the event loop says that it turns.
+TICK_S = 0.5
+#: Examples that are kept: those of the groups in flight.
+_EXAMPLES = 1024
+#: Kinds of failures whose traceback is written to the log, once each.
+_TRACEBACKS = 50
+_MESSAGE_LENGTH = 1000
+
+
+@dataclass(eq=False)
+class _Job:
+    """``left_s``: seconds that it still has in a user's code. ``over``: nobody waits for a reply any more."""
+
+    number: int
+    left_s: float
+    episode: Episode | None = None
+    phase: str = ""
+    deadline: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    task: asyncio.Task[None] | None = None
+    over: bool = False
+
+
+@dataclass
+class _Tracebacks:
+    """Writes the traceback of the first failure of each kind."""
+
+    seen: set[str] = field(default_factory=set)
+
+    def write(self, message: str, error: BaseException) -> None:
+        kind = kind_of(message)
+        if kind not in self.seen and len(self.seen) < _TRACEBACKS:
+            self.seen.add(kind)
+            print(printable(message), flush=True)
+            try:
+                traceback.print_exception(error)
+            except Exception as second:  # fault boundary: a user's exception that cannot be shown
+                print(f"(its traceback cannot be shown: {type(second).__name__})", flush=True)
+
+
+def raised(phase: str, error: BaseException) -> str:
+    """ "PHASE raised TYPE: what it says", in one line that any encoding takes."""
+    try:
+        text = str(error)
+    except Exception as second:  # fault boundary: a user's __str__
+        text = f"(its message cannot be shown: {type(second).__name__})"
+    said = one_line(f"{phase} raised {type(error).__name__}: {text}".removesuffix(": "), _MESSAGE_LENGTH)
+    return said.encode("utf-8", "backslashreplace").decode()
+
+
+@types.coroutine
+def _watched(work: Coroutine[Any, Any, Message], job: _Job, activity: Activity) -> Generator[Any, Any, Message]:
+    """Run ``work``; whenever its code runs, ``activity`` says so."""
+    value, error = None, None
+    while True:
+        activity.enter(job.number, job.phase, job.deadline)
+        try:
+            awaited = work.send(value) if error is None else work.throw(error)
+        except StopIteration as end:
+            return end.value
+        finally:
+            activity.leave()
+        try:
+            value, error = (yield awaited), None
+        except BaseException as thrown:  # passed on to ``work``
+            value, error = None, thrown
+
+
+class EnvironmentHost:
+    """Serves ``environment``, whose held-out examples are ``heldout``; ``reply`` takes what is answered. To be made and
+    used in a running event loop."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        heldout: Sequence[Example],
+        limit_s: float,
+        reply: Callable[[Message], None],
+        activity: Activity,
+    ) -> None:
+        self._environment = environment
+        self._heldout = heldout
+        self._limit_s = limit_s
+        self._reply = reply
+        self._activity = activity
+        self._loop = asyncio.get_running_loop()
+        self._jobs: dict[int, _Job] = {}
+        self._examples: OrderedDict[int, Example] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._tracebacks = _Tracebacks()
+        self._tick()
+
+    def _tick(self) -> None:
+        self._activity.tick()
+        self._loop.call_later(TICK_S, self._tick)
+
+    def handle(self, message: Message) -> None:
+        """Begin what ``message`` asks for; its reply comes later."""
+        match message:
+            case ["prompt", int(number), int(index)]:
+                job = self._new(number)
+                self._begin(job, self._prompt(job, index))
+            case ["reset", int(number), str(stream), int(index)]:
+                job = self._new(number)
+                self._begin(job, self._reset(job, stream, index))
+            case ["step", int(number), list(token_ids), str(finish_reason)]:
+                if (known := self._jobs.get(number)) is not None:
+                    self._begin(known, self._step(known, tuple(token_ids), finish_reason))
+            case ["decode", int(number), list(token_ids)]:
+                job = self._new(number)
+                self._begin(job, self._decode(job, tuple(token_ids)))
+            case ["reference", int(number), [str(stream), int(index)]]:
+                job = self._new(number)
+                self._begin(job, self._reference(job, stream, index))
+            case ["close", int(number)]:
+                if (known := self._jobs.pop(number, None)) is not None:
+                    self._give_up(known)
+            case _:
+                raise ValueError(f"unknown message {message!r}")
+
+    def _new(self, number: int) -> _Job:
+        self._jobs[number] = job = _Job(number, self._limit_s)
+        return job
+
+    # --- what jobs do -------------------------------------------------------------------------
+
+    def _enter(self, job: _Job, phase: str) -> None:
+        job.phase = phase
+        self._activity.enter(job.number, phase, job.deadline)
+
+    def _example(self, job: _Job, stream: str, index: int) -> Example:
+        if stream == "heldout":
+            return self._heldout[index]
+        if index in self._examples:
+            self._examples.move_to_end(index)
+            return self._examples[index]
+        self._enter(job, "train_example")
+        found = _checked(job, values.example, self._environment.train_example(index))
+        self._examples[index] = found
+        if len(self._examples) > _EXAMPLES:
+            self._examples.popitem(last=False)
+        return found
+
+    async def _prompt(self, job: _Job, index: int) -> Message:
+        prompt_id = self._example(job, "train", index).prompt_id
+        self._jobs.pop(job.number, None)
+        return ["answer", job.number, prompt_id]
+
+    async def _decode(self, job: _Job, token_ids: tuple[int, ...]) -> Message:
+        text = self._text(job, token_ids)
+        self._jobs.pop(job.number, None)
+        return ["answer", job.number, text]
+
+    async def _reference(self, job: _Job, stream: str, index: int) -> Message:
+        example = self._example(job, stream, index)
+        self._enter(job, "reference")
+        ask = getattr(self._environment, "reference", None)  # an environment need not have one
+        tokens = [] if ask is None else _checked(job, values.tokens, ask(example))
+        self._jobs.pop(job.number, None)
+        return ["answer", job.number, tokens]
+
+    async def _reset(self, job: _Job, stream: str, index: int) -> Message:
+        example = self._example(job, stream, index)
+        self._enter(job, "episode")
+        job.episode = self._environment.episode(example)
+        self._enter(job, "reset")
+        return [
+            "observed",
+            job.number,
+            _checked(job, values.prompt, await _checked(job, values.awaitable, job.episode.reset())),
+        ]
+
+    async def _step(self, job: _Job, token_ids: tuple[int, ...], finish_reason: str) -> Message:
+        assert job.episode is not None
+        text = self._text(job, token_ids) if token_ids else ""
+        self._enter(job, "step")
+        result = await _checked(job, values.awaitable, job.episode.step(Action(token_ids, text, finish_reason)))
+        if isinstance(result, Outcome):
+            reward, info = _checked(job, values.outcome, result)
+            episode, job.episode = job.episode, None
+            self._enter(job, "close")
+            await _checked(job, values.awaitable, episode.close())
+            self._jobs.pop(job.number, None)
+            return ["ended", job.number, reward, info]
+        return ["observed", job.number, _checked(job, values.observed, result)]
+
+    def _text(self, job: _Job, token_ids: tuple[int, ...]) -> str:
+        self._enter(job, "decode")
+        return _checked(job, values.text, self._environment.decode(token_ids))
+
+    # --- the boundary -------------------------------------------------------------------------
+
+    def _begin(self, job: _Job, work: Coroutine[Any, Any, Message]) -> None:
+        now = time.monotonic()
+        job.deadline = now + job.left_s
+        job.timer = self._loop.call_later(job.left_s, self._too_late, job)
+        job.task = self._loop.create_task(self._run(job, work, now))
+
+    async def _run(self, job: _Job, work: Coroutine[Any, Any, Message], started: float) -> None:
+        """Run one call of a job and answer it."""
+        failed: str | None = None
+        answer: Message = []
+        try:
+            answer = await _watched(work, job, self._activity)
+        except GeneratorExit:
+            raise
+        except values.BadValue as error:
+            failed = str(error)
+        except BaseException as error:  # fault boundary: whatever a user's code raises fails this job alone
+            if not job.over:
+                failed = raised(job.phase, error)
+                self._tracebacks.write(failed, error)
+        if job.timer is not None:
+            job.timer.cancel()
+        if job.over:
+            return
+        job.left_s -= time.monotonic() - started
+        if failed is not None:
+            self._fail(job, failed)
+        elif job.left_s <= 0:  # it computed to beyond its deadline
+            self._fail(job, self._timed_out(job))
+        else:
+            self._reply(answer)
+
+    def _too_late(self, job: _Job) -> None:
+        if not job.over:
+            self._fail(job, self._timed_out(job))
+
+    def _timed_out(self, job: _Job) -> str:
+        return timed_out(job.phase, self._limit_s)
+
+    def _fail(self, job: _Job, message: str) -> None:
+        self._jobs.pop(job.number, None)
+        self._reply(["failed", job.number, message])
+        self._give_up(job)
+
+    def _give_up(self, job: _Job) -> None:
+        """Nobody waits for ``job`` any more: cancel what it does, and close its episode."""
+        job.over = True
+        if job.timer is not None:
+            job.timer.cancel()
+        current = asyncio.current_task(self._loop)
+        running = job.task if job.task is not None and job.task is not current and not job.task.done() else None
+        if running is not None:
+            running.cancel()
+        if running is not None or job.episode is not None:
+            task = self._loop.create_task(self._dismiss(job, running))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _dismiss(self, job: _Job, running: asyncio.Task[None] | None) -> None:
+        if running is not None:
+            _, stuck = await asyncio.wait([running], timeout=CANCEL_S)
+            if stuck:
+                print(f"{job.phase} goes on {CANCEL_S:g} s after its cancellation; nobody hears it", flush=True)
+        if job.episode is None:
+            return
+        closing = self._loop.create_task(self._close(job, job.episode))
+        _, stuck = await asyncio.wait([closing], timeout=CLOSE_S)
+        if stuck:
+            closing.cancel()
+            print(f"close did not return within {CLOSE_S:g} s; it is cancelled", flush=True)
+
+    async def _close(self, job: _Job, episode: Episode) -> None:
+        async def work() -> Message:
+            await episode.close()
+            return []
+
+        job.phase, job.deadline = "close", time.monotonic() + CLOSE_S
+        try:
+            await _watched(work(), job, self._activity)
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # fault boundary: nobody waits for this; it is written down
+            self._tracebacks.write(raised("close", error), error)
+
+    async def stop(self, grace_s: float) -> None:
+        """Give up every job, and wait ``grace_s`` seconds for what is being closed."""
+        for job in list(self._jobs.values()):
+            self._give_up(job)
+        self._jobs.clear()
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=grace_s)
+
+
+def timed_out(phase: str, limit_s: float) -> str:
+    """Why an episode failed whose ``limit_s`` seconds in the environment's code were over in ``phase``."""
+    return (
+        f"timed out: {phase} did not return within the {limit_s:g} s that the environment's code has for an episode "
+        "(environment.episode_timeout_s)"
+    )
+
+
+def _checked(job: _Job, check: Callable[[Any], Any], value: object) -> Any:
+    try:
+        return check(value)
+    except values.BadValue as error:
+        raise values.BadValue(f"{job.phase} {error}") from None
