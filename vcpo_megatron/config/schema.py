@@ -295,7 +295,7 @@ class EnvironmentConfig(Section):
     workers: int = Field(2, ge=1, le=256, description="processes that the environment's code runs in")
     episode_timeout_s: float | None = Field(
         None,
-        gt=0,
+        ge=0.1,
         le=LONGEST_S,
         description="deadline of an episode's own code, its calls together, servers not counted; "
         "default: half of staleness.wait_s",
