@@ -6,42 +6,27 @@ import asyncio
 import mmap
 from typing import Any
 
-from vcpo_megatron.environments.client import Description, Prompt
 from vcpo_megatron.environments.workers import values
 from vcpo_megatron.environments.workers.activity import Activity
-from vcpo_megatron.environments.workers.episodes import Conversation, RemoteEpisode, Tally
+from vcpo_megatron.environments.workers.episodes import Conversation, RemoteEnvironment, Tally, described
 from vcpo_megatron.environments.workers.host import EnvironmentHost
 from vcpo_megatron.rollout.agent_loop import Generate, run_episode
 from vcpo_megatron.types import Trajectory
 
 
-class InProcess:
+class InProcess(RemoteEnvironment):
     """``environment``, whose episodes have ``limit_s`` seconds in its code. An ``EnvironmentClient``, to be made in the
     running event loop."""
 
     def __init__(self, environment: Any, limit_s: float = 60.0) -> None:
         heldout = values.heldout(environment)
-        said = values.description(environment, heldout)
-        prompts = tuple(Prompt(name, "heldout", index) for index, name in enumerate(said.pop("heldout")))
-        self.description = Description(heldout=prompts, **said)
+        self.description = described(values.description(environment, heldout))
         self._conversation = Conversation(lambda message: self._host.handle(message), Tally())
         memory = Activity(mmap.mmap(-1, mmap.PAGESIZE))
         self._host = EnvironmentHost(environment, heldout, limit_s, self._conversation.on_message, memory)
-        self._jobs = 0
-
-    def _job(self) -> int:
-        self._jobs += 1
-        return self._jobs
 
     async def _place(self) -> Conversation:
         return self._conversation
-
-    async def train_prompt(self, index: int) -> Prompt:
-        _, _, prompt_id = await self._conversation.ask(["prompt", self._job(), index], f"index {index}")
-        return Prompt(prompt_id, "train", index)
-
-    def episode(self, prompt: Prompt) -> RemoteEpisode:
-        return RemoteEpisode(prompt, self._job(), self._place)
 
     async def supervise(self) -> None:
         await asyncio.get_running_loop().create_future()
