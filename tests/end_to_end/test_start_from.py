@@ -19,6 +19,7 @@ EXACT = (
     "checkpoint.every=6",
     "train.steps=6",
 )
+BOUNDED = ("train.steps=6", "train.eval_every=0", "checkpoint.every=6")
 ONE = ("launch.learner_ranks=1", "parallel.tensor=1")
 
 
@@ -34,13 +35,14 @@ def test_a_run_goes_on_from_the_weights_of_another_and_is_resumed_with_another_r
     assert source[0]["eval/version"] == 0 and source[-1]["eval/version"] == 6
     reached = source[-1]["eval/accuracy"]
     assert reached != source[0]["eval/accuracy"]
-    for name, layout in {"tp2": (), "one": ONE}.items():
-        with Run(tmp_path / name, *EXACT, *layout, f"train.start_from={tmp_path / 'source'}") as run:
+    for name, settings in {"tp2": EXACT, "one": (*BOUNDED, *ONE)}.items():
+        with Run(tmp_path / name, *settings, f"train.start_from={tmp_path / 'source'}") as run:
             assert run.wait(300) == 0, run.text()
         rows = read_rows(tmp_path / name)
         assert [row["policy_version"] for row in rows] == list(range(1, 7))
-        assert rows[0]["eval/version"] == 0 and rows[0]["eval/accuracy"] == pytest.approx(reached, abs=2 / 512)
         assert abs(rows[0]["kl/behavior"]) < 1e-5  # learner and servers hold the same weights
+        if settings is EXACT:
+            assert rows[0]["eval/version"] == 0 and rows[0]["eval/accuracy"] == pytest.approx(reached, abs=2 / 512)
         assert f"starts from the weights of {tmp_path / 'source'}/checkpoints/step_6 (6 steps)" in run.text()
         kept = history(tmp_path / name)[0]["values"]["train.start_from"]
         assert kept == json.dumps(str(tmp_path / "source" / "checkpoints" / "step_6"))

@@ -171,6 +171,19 @@ def test_in_exact_lag_the_lag_stays(toml: Path, tmp_path: Path) -> None:
     assert line.startswith("staleness.max_staleness = 5: ") and 'with lag = "exact" this cannot change' in line
 
 
+def test_in_exact_lag_what_was_not_sampled_cannot_be_added(toml: Path, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    store(directory.path, toml, "staleness.lag=exact")  # 50 steps, 4 versions
+    done(directory.path, 46, "")
+    assert resumed_config(directory, ["train.steps=60"]).train.steps == 60
+    done(directory.path, 47, "")
+    (line,) = refused(directory, "train.steps=60")
+    assert line.startswith("train.steps = 60: ") and "before step_47 would have sampled" in line
+    assert "(--from-step 46 or an earlier one can go on)" in line
+    assert resumed_config(directory, ["train.steps=60"], 46).train.steps == 60
+    assert resumed_config(directory, ["train.steps=48"]).train.steps == 48
+
+
 # --- the start --------------------------------------------------------------------------------
 
 

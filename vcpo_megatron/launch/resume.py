@@ -58,7 +58,7 @@ def resumed_config(directory: RunDirectory, overrides: Sequence[str], from_step:
     if edited := list(_edits(directory, stored, step)):
         raise ConfigError(edited)
     config = with_overrides(stored, overrides)
-    if refused := list(_refused_changes(directory, stored, config, with_checkpoint=step is not None)):
+    if refused := list(_refused_changes(directory, stored, config, step)):
         raise ConfigError(refused)
     done = step or 0
     if config.train.steps < done:
@@ -86,17 +86,23 @@ def _edits(directory: RunDirectory, stored: RunConfig, step: int | None) -> Iter
         )
 
 
-def _refused_changes(
-    directory: RunDirectory, stored: RunConfig, config: RunConfig, *, with_checkpoint: bool
-) -> Iterator[str]:
+def _refused_changes(directory: RunDirectory, stored: RunConfig, config: RunConfig, step: int | None) -> Iterator[str]:
     before, after = flatten(stored), flatten(config)
-    allowed = CHANGEABLE_ON_RESUME | ({"model.path"} if with_checkpoint else set())
+    allowed = CHANGEABLE_ON_RESUME | ({"model.path"} if step is not None else set())
+    exact = stored.staleness.lag == "exact"
+    #: In exact lag the versions after this step would have sampled batches of the steps that are added.
+    sampled = stored.train.steps - stored.staleness.max_staleness
     for key in after:
         if after[key] == before[key]:
             continue
         if key not in allowed:
             why = "this cannot change on resume"
-        elif key == "staleness.max_staleness" and config.staleness.lag == "exact":
+        elif key == "train.steps" and exact and (step or 0) > sampled and after[key] > before[key]:
+            why = (
+                f'with lag = "exact" versions before step_{step} would have sampled for the steps that are added '
+                f"(--from-step {max(sampled, 0)} or an earlier one can go on)"
+            )
+        elif key == "staleness.max_staleness" and exact:
             why = 'with lag = "exact" this cannot change on resume'
         elif key == "staleness.max_staleness" and after[key] < before[key]:
             why = "a resume may only raise this, since rollouts that there are may be so old"
