@@ -7,6 +7,7 @@ environment of its own, as the worst library would. Every pid is recorded in RUN
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ import pytest
 
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.launch import workspace
+from vcpo_megatron.launch.local import _explained
 from vcpo_megatron.launch.resume_command import resume_command
 from vcpo_megatron.run.directory import RunDirectory
 from vcpo_megatron.run.integrity import sealed
@@ -235,7 +237,7 @@ def test_normal_end(tmp_path: Path) -> None:
         assert out.splitlines()[-1] == (
             f"done: 3 of 3 steps, last eval accuracy 0.5000; run directory: {tmp_path / 'run'}"
         )
-        assert any(line.startswith("step 3/3  accuracy 0.5000") for line in out.splitlines())
+        assert any(line.startswith("step 3/3  0:00 left  accuracy 0.5000") for line in out.splitlines())
         run.nothing_left()
         assert len(run.pids()) == 9
 
@@ -441,7 +443,7 @@ def test_first_signal_stops_after_a_checkpoint(tmp_path: Path, signum: int, expe
         assert out.splitlines()[1].startswith(f"{name}: stopping after the current step")
         assert out.splitlines()[-2:] == [
             f"stopped by {name}: 0 of 3 steps; run directory: {tmp_path}",
-            "newest complete checkpoint: step_2; continue with: " + workspace.resume_command(RunDirectory(tmp_path)),
+            "newest complete checkpoint: step_2; continue with: " + continued(directory=str(tmp_path)),
         ]
         run.nothing_left()
 
@@ -754,6 +756,26 @@ def test_why_a_run_failed_is_in_the_log_when_the_terminal_is_gone(tmp_path: Path
     log = (tmp_path / "logs" / "supervisor.0.log").read_text()
     assert "vcpo: error: orchestrator ended with exit code 1" in log and "the judge is down" in log
     assert "continue with: " in log
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "the run cannot go on: Too many open files"),
+        (OSError(errno.ENOSPC, "No space left on device"), "/r: No space left on device; free space, or choose"),
+        (PermissionError(errno.EACCES, "Permission denied", "/r/x"), "/r/x: Permission denied; free space, or choose"),
+    ],
+)
+def test_the_run_directory_is_blamed_for_what_it_did(error: OSError, says: str) -> None:
+    assert _explained(error, RunDirectory(Path("/r"))).startswith(says)
+
+
+def test_failed_held_out_samples_are_said_at_the_end(tmp_path: Path) -> None:
+    failed = GOOD_ORCHESTRATOR.replace("0.25 * step,", '0.25 * step, "eval/failed": 2, "eval/samples": 8,')
+    with started(tmp_path, orchestrator=failed) as run:
+        code, out, _ = run.wait()
+    assert code == 0
+    assert "done: 3 of 3 steps, last eval accuracy 0.5000 (2 of 8 samples failed); " in out.splitlines()[-1]
 
 
 def test_metrics_that_were_removed_are_noticed_at_the_end(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import math
 import os
 import secrets
@@ -83,8 +84,7 @@ def run(
         except (workspace.RunDirectoryError, PortError, PlacementError, ConfigError) as error:
             terminal.complain(str(error))
         except OSError as error:
-            where = error.filename or directory.path
-            terminal.complain(f"{where}: {error.strerror}; free space, or choose another with --run-dir")
+            terminal.complain(_explained(error, directory))
         return 1
 
 
@@ -225,6 +225,14 @@ def _guarded(token: str) -> Iterator[None]:
             guard.wait(timeout=5.0)
 
 
+def _explained(error: OSError, directory: RunDirectory) -> str:
+    """What a user can do about it. An error that names no file is the run directory's only where a disk is full."""
+    if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return f"the run cannot go on: {error.strerror or error}"
+    where = error.filename or directory.path
+    return f"{where}: {error.strerror}; free space, or choose another with --run-dir"
+
+
 def _report(ending: Ending, config: RunConfig, directory: RunDirectory, terminal: Terminal) -> None:
     """The last lines of a run: what happened, what was reached, how to go on."""
     for warning in ending.warnings:
@@ -241,7 +249,9 @@ def _report(ending: Ending, config: RunConfig, directory: RunDirectory, terminal
     parts = [f"{done} of {config.train.steps} steps"]
     evaluated = [row for row in rows if math.isfinite(row.get("eval/accuracy", math.nan))]
     if evaluated:
-        parts.append(f"last eval accuracy {evaluated[-1]['eval/accuracy']:.4f}")
+        last = evaluated[-1]
+        failed = f" ({last['eval/failed']} of {last['eval/samples']} samples failed)" if last.get("eval/failed") else ""
+        parts.append(f"last eval accuracy {last['eval/accuracy']:.4f}{failed}")
     state = "failed" if ending.error else f"stopped by {ending.stopped_by}" if ending.stopped_by else "done"
     terminal.say(f"{state}: {', '.join(parts)}; run directory: {directory.path}")
     if ending.exit_code != 0:
