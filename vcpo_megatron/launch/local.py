@@ -31,6 +31,7 @@ from . import workspace
 from .devices import visible_gpus
 from .placement import MODULES, PlacementError, Plan, Process, plan_local
 from .ports import PortError, Ports, choose_ports
+from .reach import foreign_variables, foreign_variables_note
 from .supervision import Child, Ending, Supervisor, caught_signals, no_orphans
 from .warnings import LogWarnings
 
@@ -122,6 +123,8 @@ def _run_locked(
 def _context(directory: RunDirectory, plan: Plan, ports: Ports, options: LaunchOptions) -> ProcessContext:
     step = workspace.chosen_checkpoint(directory, options.from_step) if options.resume else None
     attempt = workspace.next_attempt(directory)
+    if (note := foreign_variables_note()) is not None:
+        print(note, flush=True)
     if not options.resume:
         print(f"{directory.path}: starting at step 0; what every process says is in logs/", flush=True)
     else:
@@ -141,6 +144,7 @@ def _context(directory: RunDirectory, plan: Plan, ports: Ports, options: LaunchO
         control=f"tcp://{HOST}:{ports.control}",
         server_ports=ports.servers,
         server_devices=tuple(device for server in plan.servers for device in server.devices),
+        run=workspace.run_identity(directory),
     )
 
 
@@ -148,7 +152,8 @@ def _start(process: Process, plan: Plan, ports: Ports, context: ProcessContext, 
     """Start one process of the plan; its output goes to its log."""
     log = context.run_dir / process.log
     env = role_environment(process, plan, ports.master) | context.environment()
-    return Child(process.role, process.rank, start_child(command(process), env=env, log=log), log)
+    child = start_child(command(process), env=env, log=log, without=foreign_variables())
+    return Child(process.role, process.rank, child, log)
 
 
 def role_environment(

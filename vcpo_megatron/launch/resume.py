@@ -23,7 +23,7 @@ _CHANGEABLE = {
     "staleness": "adaptive adaptive_ess wait_s",
     "checkpoint": "every export_hf_every keep_best keep_last keep_rollouts resume_partial",
     "parallel": "context expert expert_dispatcher expert_tensor pipeline sequence_parallel tensor virtual_pipeline",
-    "launch": "control_port grace_s learner_ranks master_port timeout_s",
+    "launch": "address control_port grace_s learner_ranks master_port timeout_s",
     "observability": "tensorboard watchdog_s",
 }
 CHANGEABLE_ON_RESUME = frozenset(f"{section}.{key}" for section, keys in _CHANGEABLE.items() for key in keys.split())

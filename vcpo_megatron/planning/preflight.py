@@ -5,13 +5,15 @@ from __future__ import annotations
 from ..config.checks.problems import problems
 from ..config.schema import RunConfig
 from ..environments.registry import validate_environment
+from ..launch.devices import visible_gpus
+from ..launch.reach import reach_problems
 from ..models.folder import read_model
 from ..run.errors import ConfigError
 
 
 def config_problems(config: RunConfig) -> list[str]:
-    """Everything that keeps ``config`` from running on any machine."""
-    found = problems(config)
+    """Everything that keeps ``config`` from running here, but for what a start takes: its ports, its run directory."""
+    found = [*problems(config), *reach_problems(config, visible_gpus())]
     try:
         context = config.rollout.context_length or read_model(config.model.path).max_position_embeddings
     except ConfigError:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 APPLICATION_ID = 0x5643504F  # "VCPO" in the header of the file: tells it from any other SQLite file
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 #: Seconds for which opening waits for a process that has the file open.
 BUSY_S = 5.0
 #: Times that a store is copied until one copy is of one moment.
