@@ -20,6 +20,7 @@ CONTEXT = ProcessContext(
     control="tcp://127.0.0.1:29500",
     server_ports=(30000, 30001),
     server_devices=("2", "3"),
+    run="3f9a21c0",
 )
 
 
@@ -32,6 +33,7 @@ def test_variables_are_what_the_documentation_says() -> None:
         "VCPO_CONTROL": "tcp://127.0.0.1:29500",
         "VCPO_SERVER_PORTS": "30000,30001",
         "VCPO_SERVER_DEVICES": "2,3",
+        "VCPO_RUN": "3f9a21c0",
     }
 
 

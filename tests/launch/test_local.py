@@ -260,6 +260,7 @@ def test_every_process_gets_its_context_and_the_torch_variables(tmp_path: Path) 
     assert contexts["learner.0"] == contexts["learner.1"] == context
     assert (context.run_dir, context.attempt, context.resume_step) == (tmp_path, 1, None)
     assert len(context.token) >= 32 and len(context.server_ports) == 2
+    assert context.run == (tmp_path / "identity").read_text().split()[0] and len(context.run) == 8
     assert context.config().launch.learner_ranks == 2
     ports = {int(context.control.rpartition(":")[2]), int(environments["learner.0"]["MASTER_PORT"])}
     assert len(ports | set(context.server_ports)) == 4
@@ -268,6 +269,28 @@ def test_every_process_gets_its_context_and_the_torch_variables(tmp_path: Path) 
     assert environments["learner.0"]["MASTER_PORT"] == environments["learner.1"]["MASTER_PORT"]
     assert "RANK" not in environments["orchestrator.0"]
     assert environments["learner.0"]["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
+
+
+def test_a_launcher_around_the_run_says_nothing_to_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the agent's store, learner rank 0 would wait for one that nobody hosts."""
+    theirs = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "10.1.2.3"}
+    theirs |= {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8", "ROLE_RANK": "5"}
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)
+    dump = "(home / f'{name}.json').write_text(json.dumps(dict(os.environ)))\n"
+    orchestrator = dump + "wait('learner.0.json')\n" + GOOD_ORCHESTRATOR
+    with started(tmp_path, orchestrator=orchestrator, learner=dump + GOOD_LEARNER) as run:
+        code, out, _ = run.wait()
+    assert code == 0
+    found = {role: json.loads((tmp_path / f"{role}.0.json").read_text()) for role in ("orchestrator", "learner")}
+    assert not theirs.keys() & found["orchestrator"].keys()
+    known = {name: found["learner"].get(name) for name in theirs}
+    expected = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert known == dict.fromkeys(theirs) | expected
+    (said,) = [line for line in out.splitlines() if "not passed on" in line]
+    assert "TORCHELASTIC_RUN_ID" in said and "MASTER_ADDR=10.1.2.3: set launch.address" in said
 
 
 def test_each_partition_sees_its_own_gpus() -> None:

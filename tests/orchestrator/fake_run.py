@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ from vcpo_megatron.transport.messages import (
     WeightsSent,
 )
 from vcpo_megatron.types import Batch, PolicyVersion, StepResult, TrajectoryResult
+from vcpo_megatron.weight_sync.probe import probe_tokens
 
 VOCABULARY = 50
 CONTEXT = 64
@@ -154,6 +155,7 @@ class FakeClient:
         self.process: FakeProcess | None = None
         self.refuses: Callable[[str], bool] = lambda version: False
         self.score_offset = 0.0
+        self.moves: Callable[[int], float] = lambda number: 0.0  # log-probs of the probe, by the version held
         self.policy: Callable[[str], object] = lambda version: PolicyVersion.parse(version).number
         self.events: list[str] = []
         self.cache_key: str | None = None
@@ -233,7 +235,8 @@ class FakeClient:
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         self._alive()
-        return [-float(token) / 10 + self.score_offset for token in tokens[1:]]
+        number = PolicyVersion.parse(self.version).number if self.version else 0
+        return [-float(token) / 10 + self.score_offset + self.moves(number) for token in tokens[1:]]
 
     async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, rid: str) -> GenerateResult:
         self._alive()
@@ -340,6 +343,7 @@ class FakeLearner(threading.Thread):
         self.may_leave = True
         self.left: list[int] = []
         self.sends_weights = True
+        self.moves: Callable[[int], float] | None = None  # log-probs of the probe, by version
         self.ess_ratio = 1.0
         self.first_ess_ratio: float | None = None
         self.values: dict[str, str | None] = {}  # of the configuration, for manifests
@@ -382,8 +386,12 @@ class FakeLearner(threading.Thread):
     def _weights(self, client: ControlClient) -> None:
         assert self._synced.is_set(), "SyncDone comes before the next WeightsReady"
         self._synced.clear()
-        if self.sends_weights:
-            client.send(weights(self.version))
+        if not self.sends_weights:
+            return
+        probe: list[float] = []
+        if self.moves is not None:
+            probe = [-float(token) / 10 + self.moves(self.version.number) for token in probe_tokens(VOCABULARY)[1:]]
+        client.send(replace(weights(self.version), probe=probe))
 
     def _handle(self, client: ControlClient, message: Any) -> None:
         match message:

@@ -215,3 +215,13 @@ def test_a_start_hides_what_an_earlier_attempt_said(tmp_path: Path) -> None:
         with child(code, log) as process:
             process.wait(timeout=PATIENCE_S)
         assert last_error(log) == expected
+
+
+def test_variables_of_the_environment_are_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "KEPT"):
+        monkeypatch.setenv(name, "caller's")
+    code = "import os; print({n: os.environ.get(n) for n in ('RANK', 'MASTER_ADDR', 'KEPT')}, flush=True)"
+    log = tmp_path / "log"
+    process = start_child(python(code), env={"RANK": "3"}, log=log, without=("RANK", "MASTER_ADDR", "NONE"))
+    assert process.wait(timeout=PATIENCE_S) == 0
+    assert log.read_text().splitlines()[-1] == str({"RANK": "3", "MASTER_ADDR": None, "KEPT": "caller's"})

@@ -61,8 +61,10 @@ def test_arrays_travel_little_endian(dtype: str, shape: tuple[int, ...]) -> None
 
 
 def test_spans() -> None:
-    spans = (VersionSpan(0, 2, PolicyVersion(1, 40)), VersionSpan(2, 3, PolicyVersion(2, 41)))
-    assert pack_spans(spans) == [[0, 2, 1, 40], [2, 3, 2, 41]] and unpack_spans(pack_spans(spans)) == spans
+    spans = (VersionSpan(0, 2, PolicyVersion(1, 40)), VersionSpan(2, 3, PolicyVersion(2, 41, "3f9a21c0")))
+    assert (
+        pack_spans(spans) == [[0, 2, 1, 40, ""], [2, 3, 2, 41, "3f9a21c0"]] and unpack_spans(pack_spans(spans)) == spans
+    )
 
 
 def test_needs_no_torch() -> None:

@@ -16,16 +16,24 @@ from vcpo_megatron.types import Group, PolicyVersion, Trajectory, Turn, VersionS
 
 
 def test_version_text() -> None:
-    assert str(PolicyVersion(2, 17)) == "2.17"
-    assert PolicyVersion.parse("2.17") == PolicyVersion(attempt=2, number=17)
+    assert str(PolicyVersion(2, 17, "3f9a21c0")) == "3f9a21c0.2.17"
+    assert PolicyVersion.parse("3f9a21c0.2.17") == PolicyVersion(attempt=2, number=17, run="3f9a21c0")
+    assert PolicyVersion.parse("2.17") == PolicyVersion(attempt=2, number=17, run="")
+    assert PolicyVersion(2, 17, "3f9a21c0").next() == PolicyVersion(2, 18, "3f9a21c0")
 
 
-@given(st.integers(0, 10**12), st.integers(0, 10**12))
-def test_version_round_trip(attempt: int, number: int) -> None:
-    assert PolicyVersion.parse(str(PolicyVersion(attempt, number))) == (attempt, number)
+@given(st.integers(0, 10**12), st.integers(0, 10**12), st.sampled_from(["", "00000000", "3f9a21c0", "12345678"]))
+def test_version_round_trip(attempt: int, number: int, run: str) -> None:
+    assert PolicyVersion.parse(str(PolicyVersion(attempt, number, run))) == (attempt, number, run)
 
 
-@pytest.mark.parametrize("text", ["", "17", "1.", ".1", "1.2.3", "a.1", "1.-1", "-1.1", "1. 2", "default"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "17", "1.", ".1", "1.2.3", "a.1", "1.-1", "-1.1", "1. 2", "default"),
+        *("3f9a21c0.1", ".1.2", "3F9A21C0.1.2", "3f9a21c0.1.2.3", "3f9a21c.1.2", "3f9a21c0.1.", "3f9a21c0.1.\u0663"),
+    ],
+)
 def test_text_that_is_no_version_is_named(text: str) -> None:
     with pytest.raises(ValueError, match="ATTEMPT.NUMBER") as error:
         PolicyVersion.parse(text)
@@ -34,6 +42,7 @@ def test_text_that_is_no_version_is_named(text: str) -> None:
 
 def test_two_attempts_share_no_name() -> None:
     assert PolicyVersion(1, 17) != PolicyVersion(2, 17)
+    assert str(PolicyVersion(1, 17, "3f9a21c0")) != str(PolicyVersion(1, 17, "00c12a9f"))
     assert str(PolicyVersion(1, 117)) != str(PolicyVersion(11, 17))
 
 
@@ -63,7 +72,7 @@ def test_trajectory_derives_its_numbers_from_mask_and_spans() -> None:
     trajectory = Trajectory(**fields())
     assert trajectory.uid == "7/3"
     assert trajectory.num_sampled == 4
-    assert trajectory.versions == ((1, 4), (2, 3), (2, 5))
+    assert trajectory.versions == (PolicyVersion(1, 4), PolicyVersion(2, 3), PolicyVersion(2, 5))
     assert (trajectory.oldest_version, trajectory.newest_version) == (3, 5)  # numbers, whatever the attempt
     sampled = {version: trajectory.sampled_by(version).nonzero()[0].tolist() for version in (3, 4, 5, 6)}
     assert sampled == {3: [4], 4: [2, 3], 5: [6], 6: []}

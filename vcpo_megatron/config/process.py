@@ -30,7 +30,8 @@ ENDED_BY_ORCHESTRATOR = "orchestrator ended the run: "
 class ProcessContext:
     """run_dir, attempt (from 1), resume_step (None: a fresh run), token (secret of the run),
     control (address of the orchestrator's socket, "tcp://host:port"), server_ports (one a server that the run starts),
-    server_devices (GPUs of all of them, in order; empty: on CPUs)."""
+    server_devices (GPUs of all of them, in order; empty: on CPUs), run (part of every version's name, see
+    ``types.PolicyVersion``)."""
 
     run_dir: Path
     attempt: int
@@ -39,6 +40,7 @@ class ProcessContext:
     control: str
     server_ports: tuple[int, ...]
     server_devices: tuple[str, ...] = ()
+    run: str = ""
 
     def environment(self) -> dict[str, str]:
         """Variables to set in a child's environment."""
@@ -50,6 +52,7 @@ class ProcessContext:
             "VCPO_CONTROL": self.control,
             "VCPO_SERVER_PORTS": ",".join(map(str, self.server_ports)),
             "VCPO_SERVER_DEVICES": ",".join(self.server_devices),
+            "VCPO_RUN": self.run,
         }
 
     @classmethod
@@ -63,6 +66,7 @@ class ProcessContext:
             control=environ["VCPO_CONTROL"],
             server_ports=tuple(int(port) for port in environ["VCPO_SERVER_PORTS"].split(",") if port),
             server_devices=tuple(device for device in environ["VCPO_SERVER_DEVICES"].split(",") if device),
+            run=environ["VCPO_RUN"],
         )
 
     def config(self) -> RunConfig:

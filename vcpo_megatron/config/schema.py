@@ -343,6 +343,10 @@ class LaunchConfig(Section):
     """Processes, their ports and their patience."""
 
     learner_ranks: int = Field(1, ge=1, description="learner processes; a multiple of tensor x pipeline x context")
+    address: str | None = Field(
+        None,
+        description="host name or IP at which servers on other hosts reach the learner; default: this host alone",
+    )
     master_port: int = Field(0, ge=0, le=65535, description="rendezvous of the learner ranks; 0: any free")
     control_port: int = Field(0, ge=0, le=65535, description="orchestrator's control socket; 0: any free")
     timeout_s: Seconds = Field(300.0, description="deadline of every wait between processes")

@@ -35,6 +35,7 @@ from . import workspace
 from .devices import visible_gpus
 from .placement import MODULES, PlacementError, Plan, Process, plan_local
 from .ports import PortError, Ports, choose_ports
+from .reach import foreign_variables, foreign_variables_note
 from .resume_command import resume_command
 from .start import settled
 from .supervision import Child, Ending, Supervisor, caught_signals, no_orphans
@@ -148,6 +149,8 @@ def _context(
 ) -> ProcessContext:
     step = workspace.chosen_checkpoint(directory, options.from_step) if options.resume else None
     attempt = workspace.next_attempt(directory)
+    if (note := foreign_variables_note()) is not None:
+        terminal.say(note)
     if not options.resume:
         terminal.say(f"{directory.path}: starting at step 0; what every process says is in logs/")
     else:
@@ -164,6 +167,7 @@ def _context(
         control=f"tcp://{HOST}:{ports.control}",
         server_ports=ports.servers,
         server_devices=tuple(device for server in plan.servers for device in server.devices),
+        run=workspace.run_identity(directory),
     )
 
 
@@ -171,7 +175,8 @@ def _start(process: Process, plan: Plan, ports: Ports, context: ProcessContext, 
     """Start one process of the plan; its output goes to its log."""
     log = context.run_dir / process.log
     env = role_environment(process, plan, ports.master) | context.environment()
-    return Child(process.role, process.rank, start_child(command(process), env=env, log=log), log)
+    child = start_child(command(process), env=env, log=log, without=foreign_variables())
+    return Child(process.role, process.rank, child, log)
 
 
 def role_environment(

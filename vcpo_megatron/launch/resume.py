@@ -36,7 +36,7 @@ _FREE = _keys(
         "staleness": "adaptive adaptive_ess wait_s",
         "checkpoint": "every export_hf_every keep_best keep_last keep_rollouts resume_partial",
         "parallel": "context expert expert_dispatcher expert_tensor pipeline sequence_parallel tensor virtual_pipeline",
-        "launch": "control_port grace_s learner_ranks master_port timeout_s",
+        "launch": "address control_port grace_s learner_ranks master_port timeout_s",
         "observability": "mismatch_warning tensorboard watchdog_s",
     }
 )

@@ -6,6 +6,8 @@ import contextlib
 import fcntl
 import math
 import os
+import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -66,7 +68,7 @@ def run_directory_problems(directory: RunDirectory, *, resume: bool) -> list[str
 def _is_left_over(name: str) -> bool:
     """Whether a start that failed before its first rollout leaves a file of this name."""
     return (
-        name in {".lock", "attempts", "logs", "resolved.toml"}
+        name in {".lock", "attempts", "identity", "logs", "resolved.toml"}
         or name.startswith(".writable.")
         or (name.startswith(".") and name.endswith(".tmp"))
     )
@@ -143,6 +145,28 @@ def next_attempt(directory: RunDirectory) -> int:
         raise RunDirectoryError(f"{path} holds no number; write the number of attempts made so far") from error
     write_atomically(path, f"{attempt}\n")
     return attempt
+
+
+def run_identity(directory: RunDirectory) -> str:
+    """What names this run among others on its servers: eight hexadecimal digits, made at the first start and kept. Call
+    it with the lock held.
+
+    The file is good for itself alone: a copy of a run directory is another run, and would otherwise make versions of
+    the same names beside the original. Its inode tells them apart; where it changed without a copy (a move to another
+    disk), a new name does no harm.
+    """
+    path = directory.path / "identity"
+    with contextlib.suppress(OSError, ValueError):
+        run, inode = path.read_text().split()
+        if re.fullmatch(r"[0-9a-f]{8}", run) and int(inode) == path.stat().st_ino:
+            return run
+    run = secrets.token_hex(4)
+    path.unlink(missing_ok=True)
+    with open(path, "x") as file:  # in place: a rename would bring another inode
+        file.write(f"{run} {os.fstat(file.fileno()).st_ino}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return run
 
 
 def newest_checkpoint(directory: RunDirectory) -> int | None:

@@ -44,6 +44,7 @@ from ..transport.messages import (
 )
 from ..types import Batch, PolicyVersion
 from ..weight_sync.learner import WeightSender
+from ..weight_sync.probe import probe_tokens
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.exports import Exports
 from .megatron import platform
@@ -70,7 +71,7 @@ class Worker:
         if self._parallel.rank == 0:
             method = f"{config.algorithm.method}, opob_mode {config.algorithm.opob_mode}"
             print(f"{self._parallel.layout}; {method}; Adam: {platform.kernels().adam}'s", flush=True)
-        self._version = PolicyVersion(context.attempt, context.resume_step or 0)
+        self._version = PolicyVersion(context.attempt, context.resume_step or 0, context.run)
         self._send(Hello(context.token, self._version, self._parallel.world_size))
         fresh, start = context.resume_step is None, config.train.start_from
         # weights that a checkpoint replaces are read only where they are the reference of the KL term
@@ -127,7 +128,7 @@ class Worker:
                     raise ControlError(f"the learner cannot serve {type(other).__name__}")
 
     def _train(self, batch: Batch) -> None:
-        result = self._step.run(batch, PolicyVersion(self._version.attempt, self._version.number + 1))
+        result = self._step.run(batch, self._version.next())
         if result is None:
             return self._send(StepAborted(batch.step))
         self._version = result.version
@@ -195,8 +196,9 @@ class Worker:
         """Copy this version's weights; the sender does the rest."""
         if self._sender is not None:
             self._set_doing(f"copies the weights of version {self._version}")
+            probe = score_tokens(self._trainable, self._parallel, probe_tokens(self._trainable.shape.vocab_size))
             started = time.monotonic()
-            self._sender.publish(self._version)
+            self._sender.publish(self._version, probe.tolist())
             self._stall_s = time.monotonic() - started
 
     def report_failure(self, error: BaseException) -> None:

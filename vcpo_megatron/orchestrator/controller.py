@@ -52,7 +52,7 @@ from .modes.replay import Replay
 from .modes.staleness import Pacer, StalenessBound
 from .modes.trainer import Trainer
 from .peers.learner import ControlSocket, LearnerLink, version_mismatch
-from .peers.probe import compare
+from .peers.probe import Prober, compare
 from .peers.servers import SAY_EVERY_S, all_answer, ready
 from .peers.weight_sync import WeightSync
 from .resuming import accept, check
@@ -97,7 +97,7 @@ class Controller:
         self._context, self._config, self._parts = context, config, parts
         self._changes = parts.changes
         self._stop = StopRequest(config.launch.grace_s)
-        self._version = PolicyVersion(context.attempt, context.resume_step or 0)
+        self._version = PolicyVersion(context.attempt, context.resume_step or 0, context.run)
         fresh = context.resume_step is None
         self._recorder = Recorder(
             lambda: RolloutStore(context.directory.store, create=fresh), changed=self._changes.notify
@@ -394,6 +394,7 @@ class Controller:
             timeout_s=rollout.sync_timeout_s,
             evaluators=evaluating_servers(fleet.servers),
             evaluation_due=evaluation_due,
+            prober=Prober(self._parts.vocab_size, self._config.model.dtype),
         )
 
     def _generation_rules(self) -> GenerationRules:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from ..config.checks.problems import problems
 from ..config.schema import RunConfig
+from ..launch.devices import visible_gpus
 from ..launch.placement import Plan
 from ..launch.ports import PortError, choose_ports
+from ..launch.reach import reach_problems
 from ..models.tokenizer import TokenizerError
 from ..orchestrator.modes.environment_check import Examination, check_environment
 from ..run.errors import ConfigError
@@ -16,9 +18,10 @@ NOTHING_PLAYED = Examination()
 
 
 def config_problems(config: RunConfig, examination: Examination = NOTHING_PLAYED, *, begins: bool = True) -> list[str]:
-    """Everything that keeps ``config`` from running on any machine, after an ``examination`` of its environment; from
-    the main thread, see ``check_environment``. ``begins``: it runs from its start, not from a checkpoint of its own."""
-    found = problems(config, begins=begins)
+    """Everything that keeps ``config`` from running here, but for what a start takes (its ports, its run directory),
+    after an ``examination`` of its environment; from the main thread, see ``check_environment``. ``begins``: it runs
+    from its start, not from a checkpoint of its own."""
+    found = [*problems(config, begins=begins), *reach_problems(config, visible_gpus())]
     try:
         of_environment = check_environment(config, examination)
     except (ConfigError, TokenizerError):

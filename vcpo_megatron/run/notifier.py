@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -30,12 +31,10 @@ class Notifier:
     async def wait(self, timeout_s: float = math.inf) -> None:
         """Return after the next ``notify`` or after ``timeout_s`` seconds."""
         event = self._event
-        # Not asyncio.wait_for, which in Python 3.11 loses a cancellation that comes together with the event.
-        try:
+        # not wait_for: before Python 3.12 a cancellation that comes together with the event is lost in it
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if math.isinf(timeout_s) else max(0.0, timeout_s)):
                 await event.wait()
-        except TimeoutError:
-            pass
 
     async def until(self, look: Callable[[], _T | None], timeout_s: float = math.inf) -> _T:
         """The first result of ``look`` that is not None; TimeoutError after ``timeout_s`` seconds."""

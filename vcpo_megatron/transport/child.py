@@ -23,7 +23,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -64,13 +64,15 @@ def start_child(
     log: Path,
     pass_fds: Sequence[int] = (),
     with_thread: bool = False,
+    without: Collection[str] = (),
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in its own session; it gets SIGKILL when this process dies, and ignores SIGUSR1: the warning
     that a batch system sends to every process is for the supervisor.
 
-    ``env`` is added to this process's environment. Standard input is empty; standard output and error are
-    appended to ``log``, whose folder is made. Call it from the main thread: RuntimeError otherwise, because the
-    child would die with the thread, unless ``with_thread`` says that it may. ``pass_fds`` stay open in the child.
+    ``env`` is added to this process's environment, of which the names ``without`` are left out. Standard input is
+    empty; standard output and error are appended to ``log``, whose folder is made. Call it from the main thread:
+    RuntimeError otherwise, because the child would die with the thread, unless ``with_thread`` says that it may.
+    ``pass_fds`` stay open in the child.
     OSError when the command cannot be executed.
     """
     if threading.current_thread() is not threading.main_thread() and not with_thread:
@@ -82,7 +84,7 @@ def start_child(
         output.flush()
         return subprocess.Popen(
             list(command),
-            env={**os.environ, **env},
+            env={**{name: value for name, value in os.environ.items() if name not in without}, **env},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -56,6 +56,7 @@ class WeightsReady:
     path       "disk": a folder of safetensors, complete
     checksums  "disk": name of a server's parameter -> checksum, with ``rollout.verify_sync``; else they come with
                WeightsSent
+    probe      log-probs that ``version`` gives the tokens of ``weight_sync.probe``
     """
 
     version: PolicyVersion
@@ -63,6 +64,7 @@ class WeightsReady:
     plan: list[Any] = field(default_factory=list)
     path: str = ""
     checksums: dict[str, Any] = field(default_factory=dict)
+    probe: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -99,12 +99,12 @@ def _head(trajectory: Trajectory, is_routed: bool) -> list[Any]:
     ]
 
 
-def pack_spans(spans: Sequence[VersionSpan]) -> list[list[int]]:
-    """[start, end, attempt, number] of each span."""
+def pack_spans(spans: Sequence[VersionSpan]) -> list[list[Any]]:
+    """[start, end, attempt, number, run] of each span."""
     return [[span.start, span.end, *span.version] for span in spans]
 
 
-def unpack_spans(packed: Sequence[Sequence[int]]) -> tuple[VersionSpan, ...]:
+def unpack_spans(packed: Sequence[Sequence[Any]]) -> tuple[VersionSpan, ...]:
     """Inverse of ``pack_spans``."""
     return tuple(VersionSpan(start, end, PolicyVersion(*version)) for start, end, *version in packed)
 

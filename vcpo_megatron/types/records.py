@@ -11,11 +11,15 @@ meaning, where ``loss_mask[t]`` is False.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+
+#: [RUN.]ATTEMPT.NUMBER; RUN is what ``launch.workspace.run_identity`` makes.
+_VERSION = re.compile(r"(?:([0-9a-f]{8})\.)?([0-9]+)\.([0-9]+)")
 
 
 def routing_dtype(experts: int) -> np.dtype:
@@ -24,25 +28,31 @@ def routing_dtype(experts: int) -> np.dtype:
 
 
 class PolicyVersion(NamedTuple):
-    """Name of one policy: ``number`` optimizer steps since the start, made by run attempt ``attempt``.
+    """Name of one policy: ``number`` optimizer steps since the start, made by attempt ``attempt`` of run ``run``.
 
-    Two attempts of one run may both make a version 17; their names differ ("1.17", "2.17"), so no
-    two policies ever share one. Staleness compares numbers only.
+    Two attempts of one run may both make a version 17, and so may two runs on one server; their names differ
+    ("3f9a21c0.1.17", "3f9a21c0.2.17"), so no two policies ever share one. Staleness compares numbers only. ``run`` is
+    the run directory's identity; a policy that belongs to no run (a tool's) has none, and is written ATTEMPT.NUMBER.
     """
 
     attempt: int
     number: int
+    run: str = ""
 
     def __str__(self) -> str:
-        return f"{self.attempt}.{self.number}"
+        return f"{self.run}.{self.attempt}.{self.number}" if self.run else f"{self.attempt}.{self.number}"
 
     @classmethod
     def parse(cls, text: str) -> PolicyVersion:
-        """Inverse of ``str``; raises ValueError naming the text when it is not ATTEMPT.NUMBER."""
-        attempt, dot, number = text.partition(".")
-        if not (dot and attempt.isdecimal() and number.isdecimal()):
-            raise ValueError(f"policy version {text!r} is not of the form ATTEMPT.NUMBER")
-        return cls(int(attempt), int(number))
+        """Inverse of ``str``; raises ValueError naming the text when it is not [RUN.]ATTEMPT.NUMBER."""
+        if (match := _VERSION.fullmatch(text)) is None:
+            raise ValueError(f"policy version {text!r} is not of the form RUN.ATTEMPT.NUMBER")
+        run, attempt, number = match.groups(default="")
+        return cls(int(attempt), int(number), run)
+
+    def next(self) -> PolicyVersion:
+        """The version that one more step of the same attempt makes."""
+        return self._replace(number=self.number + 1)
 
 
 @dataclass(frozen=True, slots=True)

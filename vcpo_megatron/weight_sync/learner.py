@@ -21,7 +21,8 @@ from __future__ import annotations
 import datetime
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -116,7 +117,7 @@ class WeightSender:
         self._patience_s = config.launch.timeout_s + rollout.sync_timeout_s
         patience = datetime.timedelta(seconds=self._patience_s)
         self._group = dist.new_group(backend="gloo", timeout=patience) if source.world_size > 1 else None
-        self._published: deque[PolicyVersion] = deque()
+        self._published: deque[tuple[PolicyVersion, list[float]]] = deque()
         self._later: deque[Message] = deque()
         self._stopping = False
         self._failure: Exception | None = None
@@ -136,16 +137,18 @@ class WeightSender:
                 return DiskSender(context.directory.weights, self._config.model.path, outline)
             case "distributed":
                 backend, log = "nccl" if on_gpus else "gloo", context.directory.log("broadcaster", 0)
-                return DistributedSender(self.plan, backend, rollout.sync_timeout_s, log, self._poll)
+                address = self._config.launch.address or "127.0.0.1"
+                return DistributedSender(self.plan, backend, rollout.sync_timeout_s, log, self._poll, address)
             case _:
                 return TensorSender(self.plan, rollout.sync_timeout_s, self._send_message, self._poll)
 
     # --- main thread --------------------------------------------------------------------------
 
-    def publish(self, version: PolicyVersion) -> None:
-        """Copy this version's parameters; they are sent from there. SnapshotError when there is no room in time."""
+    def publish(self, version: PolicyVersion, probe: Sequence[float] = ()) -> None:
+        """Copy this version's parameters; they are sent from there. ``probe``: as in WeightsReady. SnapshotError when
+        there is no room in time."""
         self._source.take(version, self._sender.held, self._patience_s, self.check)
-        self._published.append(version)
+        self._published.append((version, list(probe)))
         self._wake()
 
     def check(self) -> None:
@@ -179,7 +182,7 @@ class WeightSender:
         self._sender.start()
         while not self._stopping:
             if self._published:
-                self._offer(self._published.popleft())
+                self._offer(*self._published.popleft())
             elif (message := self._next_message()) is not None:
                 self._on_message(message)
             else:
@@ -233,9 +236,9 @@ class WeightSender:
         if self._stopping:
             raise _GivenUp("the learner ends")
 
-    def _offer(self, version: PolicyVersion) -> None:
+    def _offer(self, version: PolicyVersion, probe: list[float]) -> None:
         """Make it so that ``version`` can be had, and tell the orchestrator."""
-        self._send_message(self._sender.offer(version, lambda: self._open(version)))
+        self._send_message(replace(self._sender.offer(version, lambda: self._open(version)), probe=probe))
 
     def _on_message(self, message: Message) -> None:
         match message:

@@ -77,6 +77,10 @@ GOOD_LIMITS = [
     [("optimizer.schedule", "wsd"), ("optimizer.decay_steps", 7), ("optimizer.warmup_steps", 3)],
     [("rollout.port", 5000), ("rollout.servers", 2), ("launch.master_port", 5002), ("launch.control_port", 4999)],
     [("rollout.port", 65535)],
+    *(
+        [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("launch.address", address)]
+        for address in ("trainer", "trainer.cluster.local.", "10.1.2.3", "fd00::7", "node_7", "7-head.8")
+    ),
 ]
 
 
@@ -87,6 +91,8 @@ def test_values_at_the_limit_are_allowed(make: Callable[..., RunConfig], changes
 
 #: A run whose requests go through a router.
 ROUTED = [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("rollout.router", "http://r:1")]
+
+JOINED = [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",))]
 
 #: What is wrong, and the key with its value that the problem names; the whole lines are in golden/messages.json.
 BAD = [
@@ -183,6 +189,11 @@ BAD = [
         "rollout.args",
     ),
     ([("rollout.engine", "sglang"), ("rollout.addresses", ("a:1",))], "rollout.addresses = ['a:1']"),
+    ([("launch.address", "trainer")], 'launch.address = "trainer"'),
+    *(
+        ([*JOINED, ("launch.address", address)], f'launch.address = "{address}"')
+        for address in ("http://trainer", "10.1.2.3:29500", "10.1.2.300", "", "tr ainer")
+    ),
     (
         [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1/v1",))],
         "rollout.addresses = ['http://a:1/v1']",

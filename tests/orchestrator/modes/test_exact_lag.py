@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from tests.orchestrator.fake_run import FakeClient, FakeEnvironment, FakeRun, config, fake_fleet
 from vcpo_megatron.orchestrator.modes.exact_lag import Rounds, sampling_seed
 from vcpo_megatron.rollout.client.http import ServerUnavailable
-from vcpo_megatron.rollout.client.protocol import SamplingParams
+from vcpo_megatron.rollout.client.protocol import ImpossibleLogprobs, SamplingParams, Span
+from vcpo_megatron.rollout.fleet.fleet import FleetError
 from vcpo_megatron.run.notifier import Notifier
 from vcpo_megatron.run.tasks import RunError, run_beside
 from vcpo_megatron.transport.messages import ControlError
@@ -153,6 +155,91 @@ def test_a_server_that_dies_is_restarted_and_its_round_run_again(tmp_path: Path)
     assert run.run() == "run ended"
     assert run.clients[0].events.count("start") == 2
     assert numbers(run.rows()) == numbers(whole.rows())
+
+
+#: What the server does wrong in one round: names for its weights, or log-probs.
+WRONG_ONCE = ["default", "1.9", "2.1", "1.0", ImpossibleLogprobs("output_token_logprobs[0] = 3.0: is above 0")]
+
+
+@pytest.mark.parametrize("wrong", WRONG_ONCE, ids=str)
+def test_a_round_that_cannot_be_is_run_again_after_a_full_update(tmp_path: Path, wrong: Any) -> None:
+    whole = FakeRun(tmp_path / "whole", exact(1))
+    whole.run()
+    run = FakeRun(tmp_path / "doubted", exact(1))
+
+    def setup(run: FakeRun) -> None:
+        client, rounds = run.clients[0], 0
+        answer = client.generate_batch
+
+        async def generate_batch(*request: Any) -> Any:
+            nonlocal rounds
+            results, rounds = await answer(*request), rounds + 1
+            if rounds != 5:
+                return results
+            if isinstance(wrong, Exception):
+                raise wrong
+            return [replace(result, spans=(Span(0, len(result.output_ids), wrong),)) for result in results]
+
+        client.generate_batch = generate_batch  # type: ignore[method-assign]
+
+    run.setup = setup
+    assert run.run() == "run ended"
+    assert numbers(run.rows()) == numbers(whole.rows())
+    loaded = [event for event in run.clients[0].events if event.startswith("loaded")]
+    assert sorted(set(loaded)) == [f"loaded 1.{number}" for number in range(7)] and len(loaded) == 8
+
+
+def test_a_server_that_goes_on_with_that_ends_the_run_by_name(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, exact(1))
+
+    def setup(run: FakeRun) -> None:
+        answer = run.clients[0].generate_batch
+
+        async def generate_batch(*request: Any) -> Any:
+            results = await answer(*request)
+            return [replace(result, spans=(Span(0, len(result.output_ids), "default"),)) for result in results]
+
+        run.clients[0].generate_batch = generate_batch  # type: ignore[method-assign]
+
+    run.setup = setup
+    with pytest.raises(FleetError, match="rollout server 0 names its weights 'default'"):
+        run.run()
+
+
+@pytest.mark.parametrize("lag", ["bounded", "exact"])
+@pytest.mark.parametrize("keeps_from", [1, 3])
+def test_a_server_that_takes_weights_and_keeps_its_own_ends_the_run(tmp_path: Path, lag: str, keeps_from: int) -> None:
+    """Without rollout.verify_sync: its log-probs of the probe do not move with the learner's."""
+    cfg = exact(1) if lag == "exact" else config(train={"steps": 12})
+    run = FakeRun(tmp_path, cfg)
+    run.learner.moves = lambda number: 0.01 * number
+    run.learner.step_s = 0.02
+
+    def setup(run: FakeRun) -> None:
+        run.clients[0].moves = lambda number: 0.01 * min(number, keeps_from - 1)
+
+    run.setup = setup
+    with pytest.raises(FleetError, match="rollout server 0 took weights .* and still computes what it did before"):
+        run.run()
+    assert all(
+        version.number < keeps_from
+        for batch in run.learner.batches
+        for group in batch.groups
+        for trajectory in group.trajectories
+        for version in trajectory.versions
+    )
+
+
+@pytest.mark.parametrize("lag", ["bounded", "exact"])
+def test_a_server_that_follows_is_asked_once_a_load(tmp_path: Path, lag: str) -> None:
+    run = FakeRun(tmp_path, exact(1) if lag == "exact" else config())
+    run.learner.moves = lambda number: 0.01 * number
+
+    def setup(run: FakeRun) -> None:
+        run.clients[0].moves = lambda number: 0.01 * number
+
+    run.setup = setup
+    assert run.run() == "run ended" and len(run.learner.batches) == 6
 
 
 # --- replay -----------------------------------------------------------------------------------

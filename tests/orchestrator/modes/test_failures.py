@@ -8,6 +8,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from vcpo_megatron.orchestrator.modes.failures import FailureWindow, PromptFailu
 from vcpo_megatron.orchestrator.store.ledger import Cursor, GroupLedger
 from vcpo_megatron.orchestrator.store.schema import StoreFullError
 from vcpo_megatron.orchestrator.store.store import RolloutStore
+from vcpo_megatron.rollout.client.protocol import Span
 from vcpo_megatron.run.tasks import RunError
 from vcpo_megatron.types import Group, PolicyVersion
 
@@ -352,3 +354,35 @@ def test_a_stop_does_not_wait_for_a_full_disk_and_a_resume_goes_on(
     assert second.run(timeout_s=60) == "run ended"
     kept = first.learner.batches[: steps[-1] if steps else 0] + second.learner.batches
     assert sorted(g.prompt_id for b in kept for g in b.groups) == sorted(f"train-{i}" for i in range(60))
+
+
+# --- servers that are doubted -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", ["default", "1.99", "2.0"])
+def test_what_a_server_says_wrong_of_its_weights_is_counted_against_no_prompt(tmp_path: Path, label: str) -> None:
+    """It loses them now and then; a prompt that fails is set aside at once here, and ends its group."""
+
+    def setup(run: FakeRun) -> None:
+        client, asked = run.clients[0], 0
+        answer = client.generate
+
+        async def generate(*request: Any) -> Any:
+            nonlocal asked
+            asked, result = asked + 1, await answer(*request)
+            return result if asked % 120 else replace(result, spans=(Span(0, len(result.output_ids), label),))
+
+        client.generate = generate  # type: ignore[method-assign]
+
+    cfg = config(train={"steps": 80}, rollout={"max_prompt_failures": 1})
+    run = FakeRun(tmp_path, cfg, setup=setup)
+    assert run.run() == "run ended"
+    last = run.rows()[-1]
+    assert (last["rollouts/trained"], last["rollouts/failed"], last["rollouts/dropped"]) == (320, 0, 0)
+    assert all(
+        version.attempt == 1
+        for b in run.learner.batches
+        for g in b.groups
+        for t in g.trajectories
+        for version in t.versions
+    )

@@ -651,14 +651,14 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign"
     _damage(foreign, "CREATE TABLE t (x)")
     newer, older = tmp_path / "newer", tmp_path / "older"
-    for version, file in ((99, newer), (2, older)):
+    for version, file in ((99, newer), (3, older)):
         RolloutStore(file).close()
         _damage(file, f"PRAGMA user_version = {version}")
     for path, message in (
         (text, "text is not a rollout store"),
         (foreign, "foreign is an SQLite file of another program"),
         (newer, "newer has format 99, this version reads format 4; use the version .*, or start a new run"),
-        (older, "older has format 2, this version reads format 4; use the version .*, or start a new run"),
+        (older, "older has format 3, this version reads format 4; use the version .*, or start a new run"),
     ):
         before = path.read_bytes()
         for opener in (RolloutStore, RolloutStore.open_readonly):

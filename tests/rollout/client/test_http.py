@@ -314,7 +314,116 @@ def test_what_another_run_left_is_undone() -> None:
         return web.json_response({"success": status == 200, "message": "no session is open"}, status=status)
 
     against(handle, lambda client: client.adopt())
-    assert seen == ["/workers", "/end_weight_update", "/update_weight_version", "/continue_generation"]
+    assert seen == ["/workers", "/model_info", "/end_weight_update", "/update_weight_version", "/continue_generation"]
+
+
+OWN, OTHER = "3f9a21c0", "00c12a9f"
+
+
+def shared(label: str, loads: list[Any], seen: list[str] | None = None) -> Handler:
+    """A joined server that holds weights ``label``; ``loads``: what it answers to its load, the last one for ever."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if seen is not None:
+            seen.append(request.path)
+        if request.path == "/model_info":
+            return web.json_response({"weight_version": label})
+        if request.path in ("/v1/loads", "/get_load"):
+            answer = loads.pop(0) if len(loads) > 1 else loads[0]
+            own = request.path == "/v1/loads" if isinstance(answer, dict) else request.path == "/get_load"
+            return web.json_response(answer, status=200 if own and answer else 404)
+        return web.json_response({"success": True}, status=404 if request.path == "/workers" else 200)
+
+    return handle
+
+
+def load(running: int, waiting: int) -> dict[str, Any]:
+    return {"loads": [{"num_running_reqs": running, "num_waiting_reqs": waiting}]}
+
+
+@pytest.mark.parametrize(
+    ("label", "loads", "former"),
+    [
+        (f"{OTHER}.1.17", [load(0, 0)], OTHER),  # it ended, or was killed
+        (f"{OTHER}.1.17", [load(3, 0), load(0, 1), load(0, 0)], OTHER),  # was killed a moment ago
+        (f"{OTHER}.1.17", [[{"num_reqs": 0, "num_waiting_reqs": 0}]], OTHER),  # before /v1/loads
+        (f"{OTHER}.1.17", [{}], OTHER),  # does not say
+        (f"{OWN}.1.17", [load(3, 9)], None),  # an earlier attempt of this run
+        ("default", [load(3, 9)], None),
+        ("1.17", [load(3, 9)], None),
+    ],
+)
+def test_a_server_is_taken_over_when_no_other_run_uses_it(label: str, loads: list[Any], former: str | None) -> None:
+    seen: list[str] = []
+    make = lambda url: ServerClient(url, 10, 5.0, run=OWN)  # noqa: E731
+    assert run_against(shared(label, loads, seen), make, lambda client: client.adopt()) == former
+    assert seen[-3:] == ["/end_weight_update", "/update_weight_version", "/continue_generation"]
+
+
+@pytest.mark.parametrize("loads", [load(3, 0), load(0, 2), [{"num_reqs": 1, "num_waiting_reqs": 0}]])
+def test_a_server_that_another_run_uses_is_refused_and_left_as_it_is(
+    loads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "LEFTOVER_S", 0.2)
+    seen: list[str] = []
+
+    async def scenario(client: ServerClient) -> None:
+        with pytest.raises(UnsupportedServer, match=rf"is used by another run, {OTHER}: .* {OTHER}.1.17 .*of its own"):
+            await client.adopt()
+
+    run_against(shared(f"{OTHER}.1.17", [loads], seen), lambda url: ServerClient(url, 10, 5.0, run=OWN), scenario)
+    assert set(seen) <= {"/workers", "/model_info", "/v1/loads", "/get_load"}
+
+
+def test_every_try_of_a_request_has_an_id_of_its_own_that_names_the_run() -> None:
+    """A server that still computes the first one, whose connection was lost, refuses the same id."""
+    rids: list[str] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        rid = (await request.json())["rid"]
+        if isinstance(rid, list):
+            rids.extend(rid)
+            return web.json_response([ANSWER] * len(rid))
+        rids.append(rid)
+        if len(rids) == 1:
+            request.transport.close()  # type: ignore[union-attr]
+        return web.json_response(ANSWER)
+
+    async def scenario(client: ServerClient) -> None:
+        with pytest.raises(ServerUnavailable):
+            await client.generate((1, 2), SamplingParams(1), "p/7/3/0.0")
+        await client.generate((1, 2), SamplingParams(1), "p/7/3/0.0")
+        await client.generate_batch([(1,), (2,)], [SamplingParams(1)] * 2, ["a", "b"])
+        again = ServerClient(client.base_url, 10, 5.0, run=OWN)  # of another attempt of the run
+        await again.generate((1, 2), SamplingParams(1), "p/7/3/0.0")
+        await again.close()
+
+    run_against(handle, lambda url: ServerClient(url, 10, 5.0, run=OWN), scenario)
+    assert len(set(rids)) == len(rids) == 5 and all(rid.startswith(f"{OWN}-") for rid in rids)
+    assert [name in rid for name, rid in zip(["p/7/3/0.0"] * 2 + ["a", "b", "p/7/3/0.0"], rids, strict=True)] == [
+        True
+    ] * 5
+
+
+@pytest.mark.parametrize(("logprob", "refused"), [(0.0, True), (-0.0, True), (-4.6, False)])
+def test_a_server_without_log_probs_is_refused_before_the_first_request(logprob: float, refused: bool) -> None:
+    asked: list[Any] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if request.path == "/generate":
+            asked.append((await request.json())["sampling_params"]["temperature"])
+            meta = {**ANSWER["meta_info"], "output_token_logprobs": [[logprob, 1, None]]}  # type: ignore[dict-item]
+            return web.json_response({**ANSWER, "meta_info": meta})
+        return web.json_response({})
+
+    async def scenario(client: ServerClient) -> None:
+        if not refused:
+            return await client.check_capabilities()
+        with pytest.raises(UnsupportedServer, match=r"log-prob of a sampled token is -?0.0 at temperature 1000"):
+            await client.check_capabilities()
+
+    against(handle, scenario)
+    assert asked == [1000.0]
 
 
 async def router(request: web.Request) -> web.StreamResponse:

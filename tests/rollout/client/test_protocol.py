@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from vcpo_megatron.rollout.client import protocol, replies
-from vcpo_megatron.rollout.client.protocol import GenerateResult, ProtocolError, SamplingParams, Span
+from vcpo_megatron.rollout.client.protocol import (
+    GenerateResult,
+    ImpossibleLogprobs,
+    ProtocolError,
+    SamplingParams,
+    Span,
+)
 
 #: Fields of SGLang 0.5.23's requests, written out: unknown top-level keys pass there silently.
 SGLANG_KEYS = {
@@ -260,6 +266,34 @@ def test_a_reply_that_lacks_something_is_refused(reply: Any, named: str) -> None
         replies.parse_generate(reply, 10)
 
 
+#: log-probs of three sampled tokens -> the one that is refused
+IMPOSSIBLE = [
+    ([3.0, -1.0, -2.0], r"\[0\] = 3.0"),
+    ([-0.5, -9999.0, -2.0], r"\[1\] = -9999.0"),
+    ([-0.5, -1.0, 2e-4], r"\[2\] = 0.0002"),
+    ([-0.5, -104.5, -1.0], r"\[1\] = -104.5"),
+    ([-0.5, -1, 7], r"\[2\] = 7"),
+    ([-3.4028234663852886e38, -1.0, -1.0], r"\[0\] = -3.4.*"),  # what SGLang makes of a probability of 0
+]
+
+
+@pytest.mark.parametrize(("values", "named"), IMPOSSIBLE)
+def test_log_probs_that_no_softmax_gives_to_what_it_samples_are_refused(values: list[Any], named: str) -> None:
+    plain = changed("meta_info.output_token_logprobs", [[value, 7 + at, None] for at, value in enumerate(values)])
+    with pytest.raises(ImpossibleLogprobs, match=f"output_token_logprobs{named}: .*no softmax"):
+        replies.parse_generate(plain, 10, SamplingParams())
+    restricted = changed("meta_info.output_token_sampling_logprobs", values)
+    with pytest.raises(ImpossibleLogprobs, match=f"output_token_sampling_logprobs{named}: .*no softmax"):
+        replies.parse_generate(restricted, 10, FULL)
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0, 0.0], [9e-5, -0.0, -1e-7], [-103.9, -50.0, -1e-30]])
+def test_log_probs_at_the_limit_are_taken(values: list[float]) -> None:
+    """All 0 is what a policy that is certain gives: whether it is one is asked elsewhere."""
+    reply = changed("meta_info.output_token_logprobs", [[value, 7 + at, None] for at, value in enumerate(values)])
+    assert replies.parse_generate(reply, 10, SamplingParams()).logprobs == tuple(values)
+
+
 def test_more_tokens_than_were_asked_for_are_refused() -> None:
     assert replies.parse_generate(REPLY, 10, SamplingParams(max_new_tokens=3)).output_ids == (7, 8, 9)
     with pytest.raises(ProtocolError, match="3 tokens where at most max_new_tokens = 2 were asked for"):
@@ -280,6 +314,10 @@ def test_scores_are_read() -> None:
     assert replies.parse_score(clipped, [9, 9, 7], vocab_size=10) == [-1.5, -2.5]  # SGLang echoes the last id as 0
     with pytest.raises(ProtocolError, match="expected"):
         replies.parse_score(clipped, [9, 8, 7], vocab_size=10)
+    unlikely = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-250.0, 6, None]]}}
+    assert replies.parse_score(unlikely, [5, 6]) == [-250.0]  # it was not sampled
+    with pytest.raises(ImpossibleLogprobs, match="= 0.5"):
+        replies.parse_score({"meta_info": {"input_token_logprobs": [[None, 5], [0.5, 6]]}}, [5, 6])
     with pytest.raises(ProtocolError, match="expected 2"):
         replies.parse_score(reply, [5, 6])
     with pytest.raises(ProtocolError, match="expected"):

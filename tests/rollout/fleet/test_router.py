@@ -383,6 +383,7 @@ def test_what_the_router_is_asked_and_answers() -> None:
         assert (await client.generate((1, 2), SamplingParams(1), "r")).spans == ((0, 1, "1.0"),)
 
     against(handle, scenario)
+    assert seen[-1][2].pop("rid").split("/")[1:] == ["r", "1"]
     assert seen == [
         ("GET", "/workers", None),
         ("POST", "/workers", {"url": "http://127.0.0.1:3"}),
@@ -393,7 +394,6 @@ def test_what_the_router_is_asked_and_answers() -> None:
             "POST",
             "/generate",
             {
-                "rid": "r",
                 "input_ids": [1, 2],
                 "return_logprob": True,
                 "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},

@@ -107,7 +107,7 @@ def test_a_broadcaster_that_starts_outlives_what_is_given_up_meanwhile(tmp_path:
         raise TimeoutError
 
     plan = [[["a", "float32", [2]]]]
-    sender = DistributedSender(plan, "gloo", PATIENCE_S, tmp_path / "log", enough)
+    sender = DistributedSender(plan, "gloo", PATIENCE_S, tmp_path / "log", enough, "10.1.2.3")
     try:
         sender.start()
         process = sender._broadcaster._process  # type: ignore[union-attr]
@@ -116,6 +116,7 @@ def test_a_broadcaster_that_starts_outlives_what_is_given_up_meanwhile(tmp_path:
         sender.abort()
         sender._poll = nothing
         opened = sender.open_group("g-2", 2)
+        assert opened.address == "10.1.2.3"  # where servers are told to find it
         assert process.poll() is None
         flat = torch.zeros(8, dtype=torch.uint8)
         thread = threading.Thread(target=lambda: join(opened.port, "g-2", 1, 2).broadcast(flat), daemon=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import re
 from collections.abc import Iterator
@@ -39,6 +41,8 @@ _RESERVED: dict[str, str] = {
 def server_problems(config: RunConfig) -> Iterator[str]:
     """What keeps the rollout servers from being started or joined, a line each."""
     rollout = config.rollout
+    if config.launch.address is not None:
+        yield from _own_address(config, config.launch.address)
     if rollout.engine != "sglang":
         unset_values = {"python": None, "addresses": (), "router": None, "tensor_parallel": 1, "args": ()}
         for name, unset in unset_values.items():
@@ -77,6 +81,23 @@ def _joined(config: RunConfig) -> Iterator[str]:
             yield f"rollout.addresses = {list(rollout.addresses)}: {address!r} is not http://HOST:PORT"
     if len(set(rollout.addresses)) < len(rollout.addresses):
         yield f"rollout.addresses = {list(rollout.addresses)}: a server is named twice"
+
+
+def _own_address(config: RunConfig, address: str) -> Iterator[str]:
+    named = f'launch.address = "{address}"'
+    if not _is_host(address):
+        yield f"{named}: is no host name or IP address; write it without http:// and port"
+    if not config.rollout.addresses:
+        yield f"{named}: only used with rollout.addresses, the servers on other hosts; remove it"
+
+
+def _is_host(address: str) -> bool:
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(address)
+        return True
+    labels = address.rstrip(".").split(".")
+    numbers = all(label.isdecimal() for label in labels)  # such a name would be a broken IP address
+    return not numbers and all(re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?", label) for label in labels)
 
 
 def _is_address(address: str) -> bool:

@@ -32,9 +32,10 @@ from dataclasses import dataclass
 from ...environments.client import EnvironmentClient, Prompt
 from ...rollout.agent_loop import EpisodeError, Generate, run_episode
 from ...rollout.client.http import ServerError, ServerUnavailable
-from ...rollout.client.protocol import GenerateResult, ProtocolError, SamplingParams
+from ...rollout.client.protocol import GenerateResult, ImpossibleLogprobs, ProtocolError, SamplingParams
 from ...rollout.fleet.fleet import Fleet
 from ...rollout.fleet.server import Server
+from ...rollout.fleet.trust import impossible
 from ...run.tasks import RunError, StopRequest, run_all, run_beside
 from ...run.text import one_line
 from ...transport.messages import WeightsReady
@@ -118,20 +119,26 @@ class Rounds:
             request.answer.set_result(result)
 
     async def _answers(self, server: Server, requests: Sequence[_Request]) -> list[GenerateResult]:
-        """One list request; run again, with the same seeds and so the same answers, when the server was restarted."""
+        """One list request; run again, with the same seeds and so the same answers, when the server was restarted, or
+        when what it answered cannot be."""
         prompts = [request.input_ids for request in requests]
         samplings = [request.sampling for request in requests]
         rids = [request.rid for request in requests]
         while True:
             await back_in_service(self._fleet, server)
-            incarnation = server.incarnation
+            incarnation, held = server.incarnation, server.held
             try:
-                return await server.client.generate_batch(prompts, samplings, rids)
+                results = await server.client.generate_batch(prompts, samplings, rids)
+            except ImpossibleLogprobs as error:
+                self._fleet.doubt(server, held, impossible(error))
             except ServerUnavailable as error:
                 if self._fleet.check(server, incarnation):
                     raise RunError(f"{server.name} did not answer: {error}, see {server.log}") from error
             except (ServerError, ProtocolError) as error:
                 raise RunError(f"{server.name} refused a batch: {error}, see {server.log}") from error
+            else:
+                if await self._fleet.believes(server, held, results, samplings):
+                    return results
 
 
 class ExactSampler:

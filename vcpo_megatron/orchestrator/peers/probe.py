@@ -1,7 +1,7 @@
-"""Before the first request: do learner and servers compute the same function?
+"""Do learner and servers compute the same function? By their log-probs of the probe (``weight_sync.probe``).
 
-Both load ``model.path`` and the learner's weights were published once. Their log-probs of a fixed token sequence are
-compared, since checksums of parameters cannot be: each side stores them in its own layout.
+Before the first request, when both have loaded ``model.path`` and the learner's weights were published once, they are
+compared with each other; after every later load of a server, with what it and the learner computed before.
 """
 
 from __future__ import annotations
@@ -12,18 +12,38 @@ from ...rollout.client.http import ServerError, ServerUnavailable
 from ...rollout.client.protocol import ProtocolError
 from ...rollout.fleet.fleet import Fleet
 from ...rollout.fleet.server import Server
+from ...rollout.fleet.trust import Doubt, Question
 from ...run.tasks import RunError
+from ...transport.messages import WeightsReady
+from ...weight_sync.probe import TOLERANCE, Movement, probe_tokens
 from .learner import LearnerLink
 from .servers import back_in_service
 
-_LENGTH = 16
-#: Largest difference of a log-prob that the arithmetic of a dtype explains.
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 
+class Prober:
+    """Asks servers for the probe after every load. ``vocab_size`` and ``dtype`` are the model's."""
 
-def probe_tokens(vocab_size: int) -> np.ndarray:
-    """int32 [16], the same for every run of one vocabulary."""
-    return (np.arange(_LENGTH, dtype=np.int64) * 7919 % vocab_size).astype(np.int32)
+    def __init__(self, vocab_size: int, dtype: str) -> None:
+        self._tokens = probe_tokens(vocab_size).tolist()
+        self._dtype = dtype
+        self._movements: dict[Server, Movement] = {}
+
+    def question(self, server: Server, weights: WeightsReady) -> Question | None:
+        """Whether ``server`` computes with ``weights``, which it has taken; None where the learner did not say what
+        those compute."""
+        if not weights.probe:
+            return None
+        movement = self._movements.setdefault(server, Movement(self._dtype))
+
+        async def ask() -> Doubt | None:
+            try:
+                scored = await server.client.score(self._tokens)
+            except ProtocolError as error:
+                return Doubt(f"cannot score the probe ({error})")
+            problem = movement.problem(np.asarray(scored), np.asarray(weights.probe))
+            return None if problem is None else Doubt(f"took weights {weights.version} and {problem}")
+
+        return ask
 
 
 async def compare(link: LearnerLink, fleet: Fleet, vocab_size: int, dtype: str) -> None:
@@ -35,10 +55,10 @@ async def compare(link: LearnerLink, fleet: Fleet, vocab_size: int, dtype: str) 
         if found.shape != expected.shape:
             raise RunError(f"{server.name} scored {found.size} tokens of the probe, the learner {expected.size}")
         difference = float(np.max(np.abs(found - expected)))
-        if not difference <= _TOLERANCE[dtype]:
+        if not difference <= TOLERANCE[dtype]:
             raise RunError(
                 f"{server.name} and the learner differ by {difference:.3g} in a log-prob of the probe (at most "
-                f"{_TOLERANCE[dtype]:g} is rounding): they do not compute the same model; see {server.log}"
+                f"{TOLERANCE[dtype]:g} is rounding): they do not compute the same model; see {server.log}"
             )
 
 

@@ -96,7 +96,7 @@ def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, chan
     servers = [
         Server(
             index,
-            ServerClient(address, vocab_size, rollout.request_timeout_s, routing),
+            ServerClient(address, vocab_size, rollout.request_timeout_s, routing, run=context.run),
             context.directory.log("server", index),
             joined=bool(rollout.addresses),
         )
@@ -110,7 +110,8 @@ def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, chan
         health_interval_s=rollout.health_interval_s,
         health_timeout_s=rollout.health_timeout_s,
     )
-    return Fleet(servers, options, launch=launch, stop=stop, changes=changes, router=_router(config, vocab_size))
+    router = _router(context, config, vocab_size)
+    return Fleet(servers, options, launch=launch, stop=stop, changes=changes, router=router)
 
 
 def ready(fleet: Fleet) -> str:
@@ -140,12 +141,12 @@ async def back_in_service(fleet: Fleet, server: Server) -> None:
         raise RunError(f"{server.name} did not come back in time, see {server.log}") from None
 
 
-def _router(config: RunConfig, vocab_size: int) -> Router | None:
+def _router(context: ProcessContext, config: RunConfig, vocab_size: int) -> Router | None:
     rollout = config.rollout
     if rollout.router is None:
         return None
     return Router(
-        RouterClient(rollout.router, vocab_size, rollout.request_timeout_s),
+        RouterClient(rollout.router, vocab_size, rollout.request_timeout_s, run=context.run),
         [address.rstrip("/") for address in rollout.addresses],
         interval_s=rollout.health_interval_s,
         timeout_s=rollout.start_timeout_s,

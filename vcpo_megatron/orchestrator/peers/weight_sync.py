@@ -35,6 +35,7 @@ from ...transport.messages import WeightsReady
 from ...types import PolicyVersion
 from ...weight_sync.orchestrator import Updater
 from ...weight_sync.wave import Wave, WaveFailed
+from .probe import Prober
 
 #: Seconds between the end of a killed server's connections and its exit, which can be seen only then.
 _EXIT_S = 1.0
@@ -46,7 +47,8 @@ class SyncError(RuntimeError):
 
 class WeightSync:
     """``evaluators`` are the servers whose updates wait while a version is held for evaluation;
-    ``evaluation_due(number)`` says which versions are."""
+    ``evaluation_due(number)`` says which versions are. ``prober`` finds out whether a server that took weights computes
+    with them; its requests wait for nothing meanwhile, their answers do."""
 
     def __init__(
         self,
@@ -57,8 +59,10 @@ class WeightSync:
         timeout_s: float,
         evaluators: Sequence[Server] = (),
         evaluation_due: Callable[[int], bool] = lambda number: False,
+        prober: Prober | None = None,
     ) -> None:
         self._fleet = fleet
+        self._prober = prober
         self._updater = updater
         self._wave = wave
         self._timeout_s = timeout_s
@@ -113,11 +117,15 @@ class WeightSync:
         await self._fleet.changes.until(look)
 
     async def all_loaded(self, version: int) -> None:
-        """Wait until every server holds version ``version``; bounded as ``evaluation_loaded`` is."""
+        """Wait until every server holds version ``version``, and it is known that it does; bounded as
+        ``evaluation_loaded`` is."""
 
         def look() -> bool | None:
-            versions = [server.version for server in self._fleet.servers]
-            return all(loaded is not None and loaded.number == version for loaded in versions) or None
+            held = [server.version for server in self._fleet.servers if server.vouched]
+            return (
+                len(held) == len(self._fleet.servers)
+                and all(loaded is not None and loaded.number == version for loaded in held)
+            ) or None
 
         await self._fleet.changes.until(look)
 
@@ -193,6 +201,8 @@ class WeightSync:
 
     async def _update(self, wave: Wave[Server]) -> None:
         started = time.monotonic()
+        for server in wave.servers:
+            server.give(wave.weights.version)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._updater.run(wave)
@@ -206,10 +216,22 @@ class WeightSync:
                 self._refusals.pop((server, incarnation), None)
                 self._one_by_one.discard(server)
                 if server.incarnation == incarnation:
-                    self._fleet.loaded(server, wave.weights.version)
+                    question = None if self._prober is None else self._prober.question(server, wave.weights)
+                    self._fleet.loaded(server, wave.weights.version, question)
         finally:
             for server in wave.servers:
                 server.updating = False
+            self._miss_suspects()
+
+    def _miss_suspects(self) -> None:
+        """Servers that hold other weights than one that was verified later get theirs again."""
+        if self._updater.verifier is None:
+            return
+        suspects = self._updater.verifier.take_suspects()
+        for server in self._fleet.servers:
+            if server.name in suspects and not server.updating:
+                print(f"{server.name} may hold wrong weights: it gets them again", flush=True)
+                self._fleet.missed(server)
 
     async def _failed(self, wave: Wave[Server], error: Exception, *, by_learner: bool = False) -> None:
         """The wave's servers hold no known version. Which of them failed is known when there is only one, or when time

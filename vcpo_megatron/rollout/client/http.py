@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import resource
@@ -23,8 +24,8 @@ from ...config.checks.servers import TESTED_SGLANG
 from ...run.text import one_line
 from . import protocol, replies
 from .back_off import BackOff
-from .protocol import GenerateResult, PauseMode, ProtocolError, SamplingParams
-from .replies import ServerInfo, UnsupportedServer, router_workers
+from .protocol import GenerateResult, ImpossibleLogprobs, PauseMode, ProtocolError, SamplingParams
+from .replies import ServerInfo, UnsupportedServer, other_run, parse_loads, router_workers
 from .routed_experts import RoutingShape
 
 #: Establishing a TCP connection is quick or hopeless; it does not get the whole request timeout.
@@ -36,6 +37,8 @@ IDLE_CONNECTION_S = 2.0
 _PIECE = 1 << 20
 #: A question about the server itself is answered at once by one that works.
 STATUS_TIMEOUT_S = 10.0
+#: So long a server may still compute what a run that was killed had asked for.
+LEFTOVER_S = 5.0
 #: Open files of a process beside its connections.
 _OTHER_FILES = 256
 
@@ -78,17 +81,32 @@ class ServerClient:
 
     ``cache_key`` names the weights that the server holds: what its cache has read under another name is not used.
     ``routing`` is that of a model whose routed experts are asked for with every answer. ``info`` is what the server
-    tells of itself, known once its capabilities were checked.
+    tells of itself, known once its capabilities were checked. ``run`` is the run that asks: it is part of every
+    request's id, and what another run's server is known by.
+
+    Every try of a request goes out under an id of its own: a server that still computes an earlier one, whose
+    connection was lost, refuses the same id.
 
     Requests raise ServerError (refused), ServerUnavailable (no answer) or ProtocolError (an id
     outside [0, vocab_size), or an answer that does not follow the protocol).
     """
 
-    def __init__(self, base_url: str, vocab_size: int, timeout_s: float, routing: RoutingShape | None = None):
+    def __init__(
+        self,
+        base_url: str,
+        vocab_size: int,
+        timeout_s: float,
+        routing: RoutingShape | None = None,
+        *,
+        run: str = "",
+    ):
         self.base_url = base_url.rstrip("/")
         self.vocab_size = vocab_size
         self.timeout_s = timeout_s
         self.routing = routing
+        self.run = run
+        self._asks_as = f"{run or 'vcpo'}-{secrets.token_hex(4)}"
+        self._tries = itertools.count(1)
         self.cache_key: str | None = None
         self.info = ServerInfo()
         #: Whether the server brackets updates by begin and end; servers before SGLang 0.5.21 do not.
@@ -100,7 +118,7 @@ class ServerClient:
     async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, rid: str) -> GenerateResult:
         """One answer to one prompt."""
         self._check_prompt(input_ids, sampling)
-        body = protocol.generate_body(input_ids, sampling, rid, self.cache_key)
+        body = protocol.generate_body(input_ids, sampling, self._request_id(rid), self.cache_key)
         reply = await self._post(protocol.GENERATE, body | self._routing_options)
         result = self._parsed(protocol.GENERATE, replies.parse_generate, reply, self.vocab_size, sampling)
         return self._with_experts(result, reply, input_ids)
@@ -112,12 +130,17 @@ class ServerClient:
         rids: Sequence[str] | None = None,
     ) -> list[GenerateResult]:
         """Answers to an ordered list of prompts, submitted as one request."""
-        body = protocol.generate_batch_body(prompts, samplings, rids, self.cache_key)
+        ids = None if rids is None else [self._request_id(rid) for rid in rids]
+        body = protocol.generate_batch_body(prompts, samplings, ids, self.cache_key)
         for prompt, sampling in zip(prompts, samplings, strict=True):
             self._check_prompt(prompt, sampling)
         reply = await self._post(protocol.GENERATE, body | self._routing_options)
         found = self._parsed(protocol.GENERATE, replies.parse_generate_batch, reply, samplings, self.vocab_size)
         return [self._with_experts(*one) for one in zip(found, reply, prompts, strict=True)]
+
+    def _request_id(self, rid: str) -> str:
+        """What this try of request ``rid`` is called: no other try, attempt or run has the name."""
+        return f"{self._asks_as}/{rid}/{next(self._tries)}"
 
     @property
     def _routing_options(self) -> dict[str, Any]:
@@ -250,13 +273,15 @@ class ServerClient:
         await self._request("GET", protocol.HEALTH, None, timeout_s)
         return str((await self.model_info()).get("weight_version"))
 
-    async def adopt(self) -> None:
+    async def adopt(self) -> str | None:
         """Undo what another run, or an update that was lost, may have left: an update that did not end, a pause.
-        UnsupportedServer for what cannot be paused and updated, an sglang-router among them.
+        UnsupportedServer for what cannot be paused and updated, an sglang-router among them, and for a server that
+        another run uses, as far as that can be seen. Another run whose weights it held, if any.
 
         Which weights it then has is not known, so no answer may name a version for them; those in flight end first.
         """
         await self._refuse_router()
+        former = await self._former_run()
         with contextlib.suppress(ServerError):  # it says that there is none
             await self.end_weight_update()
         try:
@@ -264,6 +289,37 @@ class ServerClient:
             await self.resume()
         except ServerError as error:
             await self._refuse(error)
+        return former
+
+    async def _former_run(self) -> str | None:
+        """Another run whose weights the server holds; UnsupportedServer while it computes something, which can only be
+        that run's. What a run that was killed has left there ends soon."""
+        try:
+            label = str((await self.model_info()).get("weight_version"))
+        except ServerError as error:
+            if error.status >= 500:
+                raise
+            return None  # what else it does not know is found out below
+        if (former := other_run(label, self.run)) is None:
+            return None
+        until, again = time.monotonic() + LEFTOVER_S, BackOff(0.05, 0.5)
+        while await self._requests_in_flight():
+            if time.monotonic() > until:
+                raise UnsupportedServer(
+                    f"{self.base_url} is used by another run, {former}: it holds weights {label} and "
+                    "computes answers; give this run servers of its own (rollout.addresses), or end that one first"
+                )
+            await asyncio.sleep(again.wait())
+        return former
+
+    async def _requests_in_flight(self) -> int:
+        """Requests that the server computes or has queued; 0 where it does not say."""
+        for endpoint in (protocol.LOADS, "/get_load"):  # the latter of servers before /v1/loads
+            try:
+                return parse_loads(await self._request("GET", endpoint, None, STATUS_TIMEOUT_S))
+            except ServerError:
+                continue
+        return 0
 
     async def _refuse_router(self) -> None:
         """It has no weights, and passes none on (0.3.2): docs/rollout_servers.md."""
@@ -283,16 +339,26 @@ class ServerClient:
             raise error
         raise UnsupportedServer(f"{await self._described()} refuses what training needs: {error}") from error
 
+    async def check_logprobs(self) -> None:
+        """Sample one token at a temperature at which no policy is certain of any; ImpossibleLogprobs when its log-prob
+        is 0 all the same."""
+        flat = SamplingParams(max_new_tokens=1, temperature=protocol.FLAT, ignore_eos=True)
+        answer = await self.generate([0], flat, "log-probs")
+        if not any(answer.logprobs):
+            what = f"{answer.logprobs[0]!r} at temperature {protocol.FLAT:g}" if answer.logprobs else "none"
+            raise ImpossibleLogprobs(
+                f"rollout server {self.base_url}{protocol.GENERATE}: the log-prob of a sampled token is {what}"
+            )
+
     async def check_capabilities(self) -> None:
         """Sample one token, and look whether its answer has all that training needs, and at how the server is split;
         UnsupportedServer when it is not taken.
 
         ServerUnavailable is passed on as False is by ``ready``: the caller asks again.
         """
-        one = SamplingParams(max_new_tokens=1, ignore_eos=True)
         try:
             await self.model_info()
-            await self.generate([0], one, f"vcpo-probe-{secrets.token_hex(8)}")
+            await self.check_logprobs()
         except ServerError as error:
             await self._refuse(error)
         except ProtocolError as error:
@@ -339,7 +405,7 @@ class ServerClient:
         try:
             return parse(*args)
         except ProtocolError as error:
-            raise ProtocolError(f"rollout server {self.base_url}{endpoint}: {error}") from error
+            raise type(error)(f"rollout server {self.base_url}{endpoint}: {error}") from error
 
     async def _post(self, endpoint: str, body: Mapping[str, Any] | Sequence[bytes]) -> Any:
         """``body``: an object, or JSON text in pieces, which are large."""

@@ -35,6 +35,7 @@ MODEL_INFO = "/model_info"
 SERVER_INFO = "/server_info"
 HEALTH = "/health"
 READY = "/ready"
+LOADS = "/v1/loads"
 WORKERS = "/workers"  # an sglang-router's alone
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -42,12 +43,18 @@ PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
 
 #: SGLang's --sampling-mask-max-tokens, by default.
 MAX_TOP_K = 4096
+#: A temperature at which no policy is certain of a token: logits would have to differ by tens of thousands.
+FLAT = 1000.0
 #: Seeds are non-negative and fit a signed 64-bit integer.
 MAX_SEED = 2**63 - 1
 
 
 class ProtocolError(ValueError):
     """A request or a reply does not follow the protocol; the message names the field."""
+
+
+class ImpossibleLogprobs(ProtocolError):
+    """Log-probs that no softmax gives: nothing is wrong with the request, the server computes something else."""
 
 
 def _integer(value: object, name: str, low: int, high: int | None = None) -> int:

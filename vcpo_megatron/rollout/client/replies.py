@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .protocol import GenerateResult, ProtocolError, SamplingParams, Span, check_number, token_ids
+from ...types import PolicyVersion
+from .protocol import GenerateResult, ImpossibleLogprobs, ProtocolError, SamplingParams, Span, check_number, token_ids
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -20,6 +21,9 @@ FINISH_REASONS = ("stop", "length", "abort")
 _ROUNDING = 1e-4
 #: Log-probs are kept as float32, whose lowest number this is.
 _LOWEST = -3.4028234663852886e38
+#: Logarithm of the smallest number above 0 in float32: a token that is less likely is never sampled, be it once in all
+#: tokens that were ever sampled. What is scored, and was not sampled, may be.
+_LOWEST_SAMPLED = -104.0
 #: Splits that a server must not have -> why.
 _REFUSED = {
     "dp_size": "its replicas share one address; start each as a server of its own",
@@ -79,7 +83,8 @@ def parse_generate(
     logprobs: tuple[float, ...] = ()
     spans: tuple[Span, ...] = ()
     if output_ids:
-        logprobs = _logprobs(_field(meta, "output_token_logprobs", "meta_info"), output_ids, "output_token_logprobs")
+        entries = _field(meta, "output_token_logprobs", "meta_info")
+        logprobs = _logprobs(entries, output_ids, "output_token_logprobs", _LOWEST_SAMPLED)
         if sampling is not None and sampling.restricted:
             logprobs = _restricted_logprobs(meta, len(output_ids))
         spans = _spans(meta, len(output_ids))
@@ -137,6 +142,26 @@ def parse_checksums(reply: object) -> list[dict[str, str]]:
     return [dict(rank) for rank in found]
 
 
+def parse_loads(reply: object) -> int:
+    """Requests that a server runs or has queued, from what it answers to ``/v1/loads`` or ``/get_load``: an entry for
+    each of its replicas."""
+    entries = reply.get("loads") if isinstance(reply, Mapping) else reply
+    if not isinstance(entries, list):
+        return 0
+    names = ("num_running_reqs", "num_reqs", "num_waiting_reqs")
+    counts = [entry.get(name) for entry in entries if isinstance(entry, Mapping) for name in names]
+    return sum(count for count in counts if isinstance(count, int) and count > 0)
+
+
+def other_run(label: str, run: str) -> str | None:
+    """The run that weights of the name ``label`` belong to, if it is another one than ``run``."""
+    try:
+        named = PolicyVersion.parse(label).run
+    except ValueError:
+        return None
+    return named if named and named != run else None
+
+
 def router_workers(reply: object) -> dict[str, str] | None:
     """Address -> id of the workers of an sglang-router, from what it answers to ``/workers``; None for no router."""
     workers = reply.get("workers") if isinstance(reply, Mapping) else None
@@ -161,18 +186,25 @@ def _restricted_logprobs(meta: object, count: int) -> tuple[float, ...]:
         got = len(values) if isinstance(values, list) else repr(values)
         raise ProtocolError(f"{name}: {got} entries for {count} tokens")
     for index, value in enumerate(values):
-        check_number(value, f"{name}[{index}]", "a log-prob", lambda logprob: _LOWEST <= logprob <= _ROUNDING)
+        check_number(value, f"{name}[{index}]", "a log-prob", lambda logprob: True)
+        _check_possible(value, f"{name}[{index}]", _LOWEST_SAMPLED)
     return tuple(float(value) for value in values)
 
 
-def _logprobs(entries: object, tokens: Sequence[int], name: str) -> tuple[float, ...]:
-    """Values of [[logprob, id, text], ...], checked against the tokens they belong to."""
+def _check_possible(logprob: float, name: str, lowest: float) -> None:
+    if not lowest <= logprob <= _ROUNDING:
+        bound = f"above 0 by more than rounding ({_ROUNDING:g})" if logprob > 0 else f"below {lowest:g}"
+        raise ImpossibleLogprobs(f"{name} = {logprob!r}: is {bound}; no softmax gives that to a token that it samples")
+
+
+def _logprobs(entries: object, tokens: Sequence[int], name: str, lowest: float = _LOWEST) -> tuple[float, ...]:
+    """Values of [[logprob, id, text], ...], checked against the tokens they belong to: ``lowest`` at least."""
     if not isinstance(entries, list) or len(entries) != len(tokens):
         got = len(entries) if isinstance(entries, list) else repr(entries)
         raise ProtocolError(f"{name}: {got} entries for {len(tokens)} tokens")
     if set(map(type, entries)) == {list} and min(map(len, entries)) > 1:  # as in ``token_ids``
         found = [entry[0] for entry in entries]
-        if set(map(type, found)) == {float} and all(map(math.isfinite, found)) and min(found) >= _LOWEST:
+        if set(map(type, found)) == {float} and all(map(math.isfinite, found)) and _possible(found, lowest):
             if all(map(operator.eq, (entry[1] for entry in entries), tokens)):
                 return tuple(found)
     values = []
@@ -182,8 +214,13 @@ def _logprobs(entries: object, tokens: Sequence[int], name: str) -> tuple[float,
         value = entry[0]
         if isinstance(value, bool) or not isinstance(value, int | float) or not _LOWEST <= value < math.inf:
             raise ProtocolError(f"{name}[{index}]: log-prob {value!r} of token {token} is not a finite number")
+        _check_possible(value, f"{name}[{index}]", lowest)
         values.append(float(value))
     return tuple(values)
+
+
+def _possible(logprobs: Sequence[float], lowest: float) -> bool:
+    return min(logprobs) >= lowest and max(logprobs) <= _ROUNDING
 
 
 def _spans(meta: object, length: int) -> tuple[Span, ...]:

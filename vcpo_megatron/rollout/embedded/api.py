@@ -223,6 +223,13 @@ class Service:
         }
         return _json({**self.info, **state})
 
+    async def loads(self) -> web.Response:
+        counts = {
+            "num_running_reqs": self.scheduler.num_running,
+            "num_waiting_reqs": self.scheduler.num_waiting,
+        }
+        return _json({"loads": [counts]})
+
     async def alive(self) -> web.Response:
         return web.Response() if self.engine.alive else _error(503, self.engine.failure or "the engine has ended")
 
@@ -251,6 +258,7 @@ def make_app(service: Service) -> web.Application:
     gets = {
         protocol.MODEL_INFO: service.model_info,
         protocol.SERVER_INFO: service.server_info,
+        protocol.LOADS: service.loads,
         protocol.HEALTH: service.alive,
         protocol.READY: service.alive,
     }

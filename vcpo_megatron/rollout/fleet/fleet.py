@@ -30,19 +30,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ...config.process import NOTE_PREFIX
 from ...run.notifier import Notifier
 from ...transport.child import last_error
 from ...types import PolicyVersion
 from ..client.http import ServerError, ServerUnavailable
+from ..client.protocol import GenerateResult, SamplingParams
 from ..client.replies import UnsupportedServer
 from .health import Health
 from .lease import Lease
 from .router import Router
 from .server import Server, ServerProcess, ServerState
+from .trust import Asked, Doubt, Held, Question, ask_again, ended_in_doubt, is_certain, label_doubt, logprobs_doubt
 
 #: Seconds between two looks at the server processes.
 _POLL_S = 0.05
+#: A server whose word was doubted after so many loads is given up: it was updated in full, and asked again, in between.
+MOST_DOUBTS = 3
 #: Trajectories that hold a place on a server, for each that it can decode: those that wait for their environments
 #: leave room for others, which must not be too many when all come back.
 _PLACES = 2
@@ -86,6 +92,7 @@ class Fleet:
         self._stop = stop
         self._stopping = False
         self._complete = False  # all servers have answered once
+        self._fault: str | None = None  # found beside ``supervise``, which raises it
         for server in self.servers:
             server.health = Health(options.health_interval_s, options.health_timeout_s)
 
@@ -112,6 +119,8 @@ class Fleet:
         or cannot do what training needs."""
         try:
             while True:
+                if self._fault is not None:
+                    raise FleetError(self._fault)
                 for server in self.servers:
                     self._look(server)
                 self._look_at_router()
@@ -225,18 +234,23 @@ class Fleet:
         print(f"{problem}; {server.where}; the run goes on without it until it answers", flush=True)
 
     def _look_at_health(self, server: Server) -> None:
-        found = server.health.look(server.client, server.version)
-        if found is not None and found != str(server.version):
-            print(f"{server.name} says it has weights {found!r}, not {server.version}: it gets them again", flush=True)
-            self.missed(server)
+        held = server.held
+        found = server.health.look(server.client, held.version)
+        if found is not None and (doubt := label_doubt(found, held.version)) is not None:
+            self.doubt(server, held, doubt)
         elif server.health.hangs:
             print(f"{server.name} hangs ({server.health.reason}): it is given up", flush=True)
             server.health.forget()
             if server.joined:
                 self._lost(server)
-            elif server.process is not None:
-                server.ending = asyncio.create_task(asyncio.to_thread(self._stop, server.process))
-                self._set(server, ServerState.STARTING)  # it gets neither requests nor weights
+            else:
+                self._kill(server)
+
+    def _kill(self, server: Server) -> None:
+        """End its process, without waiting for that; it gets neither requests nor weights meanwhile."""
+        if server.process is not None:
+            server.ending = asyncio.create_task(asyncio.to_thread(self._stop, server.process))
+            self._set(server, ServerState.STARTING)
 
     @staticmethod
     def _look_at_end(server: Server, ending: asyncio.Task[int]) -> None:
@@ -246,9 +260,8 @@ class Fleet:
 
     def _forget_questions(self, server: Server) -> None:
         server.health.forget()
-        if server.asked is not None:
-            server.asked.cancel()
-            server.asked = None
+        _cancel(server.asked, server.vouching, server.softmax)
+        server.asked = None
 
     def _start(self, server: Server) -> None:
         self._forget_questions(server)
@@ -259,6 +272,7 @@ class Fleet:
 
     def _await_start(self, server: Server) -> None:
         server.incarnation += 1
+        server.doubts = 0
         server.ready_by = time.monotonic() + self.options.start_timeout_s
         server.asking.reset()
         self._set(server, ServerState.STARTING)
@@ -290,11 +304,18 @@ class Fleet:
 
     # --- weights ------------------------------------------------------------------------------
 
-    def loaded(self, server: Server, version: PolicyVersion) -> None:
-        """The server holds ``version``, whole: it serves, unless it was lost since."""
+    def loaded(self, server: Server, version: PolicyVersion, vouch: Question | None = None) -> None:
+        """The server has taken ``version``, whole: it serves, unless it was lost since. What it samples is believed
+        once ``vouch``, if given, has found that it computes with those weights."""
         if not server.available:
             return
+        server.give(version)
+        server.loads += 1
+        _cancel(server.vouching, server.softmax)
+        server.vouching = server.softmax = None
         server.version = version
+        if vouch is not None:
+            server.vouching = self._ask(server, server.held, vouch)
         server.client.cache_key = str(version)
         server.restarting.reset()
         server.health.forget()
@@ -305,6 +326,92 @@ class Fleet:
         if server.state is ServerState.SERVING:
             server.version = None
             self._set(server, ServerState.EMPTY)
+
+    def _ask(self, server: Server, held: Held, question: Question) -> Asked:
+        """A question about what the server computes; its answer, if that is a doubt, is acted on."""
+
+        async def ask() -> Doubt | None:
+            if (doubt := await ask_again(question)) is not None:
+                self.doubt(server, held, doubt)
+            return doubt
+
+        task = asyncio.create_task(ask())
+        task.add_done_callback(lambda _: self.changes.notify())
+        return task
+
+    def doubt(self, server: Server, held: Held, doubt: Doubt) -> None:
+        """The server, asked when it ``held`` that, said what cannot be. It counts as having missed its update: it gets
+        the weights again, in full, before it is asked anything. After ``MOST_DOUBTS`` it is given up: killed, where it
+        may be restarted, else the run ends. Where it names another run's weights the run ends at once: two runs on one
+        server cannot keep their updates apart.
+
+        What was asked before its present load says nothing of it.
+        """
+        if doubt.other_run is not None:
+            self.refuse_run(f"{server.name} at {server.client.base_url}", doubt.reason, doubt.other_run)
+        if self._fault is not None:  # the run is about to end
+            return self.missed(server)
+        if held.load != server.loads or not server.serving:
+            return
+        server.doubted()
+        if server.doubts < MOST_DOUBTS:
+            print(f"{server.name} {doubt.reason}; it gets its weights again, in full", flush=True)
+            self.missed(server)
+            return
+        problem = f"{server.name} {doubt.reason}, after {server.doubts} full updates; {server.where}"
+        if server.joined:
+            self._fault = f"{problem}; leave it out of rollout.addresses, or restart it"
+            self.missed(server)
+        elif server.starts > self.options.max_restarts:
+            self._fault = f"{problem}; rollout.max_restarts is {self.options.max_restarts}"
+            self.missed(server)
+        else:
+            print(f"{problem}: it is given up", flush=True)
+            self._kill(server)
+
+    def refuse_run(self, who: str, reason: str, run: str) -> None:
+        """End the run: a server answers another one."""
+        self._fault = self._fault or (
+            f"{who} {reason}: run {run} uses it, too; give each run servers of its own (rollout.addresses), and resume "
+            "this one"
+        )
+
+    async def believes(
+        self, server: Server, held: Held, answers: Sequence[GenerateResult], samplings: Sequence[SamplingParams]
+    ) -> bool:
+        """Whether ``answers`` of the server, which ``held`` that when it was asked, may be used; else it is doubted,
+        and they are to be asked for again. Waits until it is known with which weights the server computes."""
+        incarnation = server.incarnation
+        for label in sorted({span.version for answer in answers for span in answer.spans}):
+            if (doubt := label_doubt(label, held.version, server.given)) is not None:
+                self.doubt(server, held, doubt)
+                return False
+        if await ended_in_doubt(lambda: server.vouching):
+            return False
+        if any(map(is_certain, answers, samplings)):
+            if server.softmax is None and server.serving:
+                server.softmax = self._ask(server, server.held, lambda: logprobs_doubt(server.client))
+            if server.softmax is None or await ended_in_doubt(lambda: server.softmax):
+                return False
+        if server.incarnation == incarnation:
+            server.answered()
+        return self._fault is None
+
+    async def routed_doubt(self, held: PolicyVersion, answer: GenerateResult) -> Doubt | None:
+        """Why an answer that came through the router cannot be used, asked for by a group that was admitted when every
+        server ``held`` that at least; all servers are then asked what they have. Any may have given it, so it waits
+        until it is known of each with which weights it computes."""
+        doubt = next(
+            (found for span in answer.spans if (found := label_doubt(span.version, held, _Given(self.servers)))), None
+        )
+        for server in [server for server in self.servers if not server.vouched]:
+            if await ended_in_doubt(lambda server=server: server.vouching):  # type: ignore[misc]
+                doubt = doubt or Doubt("may not compute with the weights that it was given")
+        if doubt is not None:
+            self.ask_all()
+            if doubt.other_run is not None:
+                self.refuse_run("a server behind rollout.router", doubt.reason, doubt.other_run)
+        return doubt
 
     def _set(self, server: Server, state: ServerState) -> None:
         server.state = state
@@ -353,13 +460,30 @@ async def _begin(server: Server) -> bool:
     """Whether the server is ready; UnsupportedServer when it cannot do what training needs."""
     try:
         if server.joined:  # while it is paused it says that it is not ready
-            await server.client.adopt()
+            if (former := await server.client.adopt()) is not None:
+                print(f"{NOTE_PREFIX}{server.name} held weights of run {former}, which asks it nothing", flush=True)
         if not await server.client.ready():
             return False
         await server.client.check_capabilities()
     except (ServerError, ServerUnavailable):  # not yet; the deadline of its start bounds this
         return False
     return True
+
+
+class _Given:
+    """The versions that any of ``servers`` was given."""
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        self._servers = servers
+
+    def __contains__(self, version: object) -> bool:
+        return any(version in server.given for server in self._servers)
+
+
+def _cancel(*tasks: asyncio.Task[Any] | None) -> None:
+    for task in tasks:
+        if task is not None:
+            task.cancel()
 
 
 def _exit(code: int, log: Path) -> str:

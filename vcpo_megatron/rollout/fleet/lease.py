@@ -1,9 +1,10 @@
 """Places of a group on one server, and its requests: routed, counted, and run again when a server dies.
 
-Behind a router nobody knows which server samples an answer. Its version is that of its tokens, by the answer itself:
-one that names no version of the run, or an older one than the group was admitted with, is not taken. A server names a
-version only from the first piece of an update of it on, and samples nothing before the last; one whose update was lost
-names none before it samples again (``ServerClient.adopt``).
+The version of an answer is that of its tokens, by the answer itself, and it is held against what the server was given
+(``trust``): an answer that cannot be right is not taken, nor counted against its prompt. The server is doubted, gets
+its weights in full, and is asked again. A server names a version only from the first piece of an update of it on, and
+samples nothing before the last; one whose update was lost names none before it samples again (``ServerClient.adopt``).
+Behind a router nobody knows which server samples an answer: then all are asked what they have.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING
 from ...types import PolicyVersion
 from ..client.back_off import BackOff
 from ..client.http import ServerError, ServerUnavailable
-from ..client.protocol import GENERATE, GenerateResult, SamplingParams
+from ..client.protocol import GENERATE, GenerateResult, ImpossibleLogprobs, SamplingParams
+from .trust import impossible
 
 if TYPE_CHECKING:
     from .fleet import Fleet
@@ -90,9 +92,11 @@ class Lease:
         failures = 0
         while True:
             server = await self._place()
-            incarnation = server.incarnation
+            incarnation, held = server.incarnation, server.held
             try:
                 result = await server.client.generate(input_ids, sampling, rid)
+            except ImpossibleLogprobs as error:
+                self.fleet.doubt(server, held, impossible(error))
             except (ServerUnavailable, ServerError) as error:
                 if isinstance(error, ServerError) and error.status < 500:
                     raise  # the request is at fault
@@ -102,8 +106,8 @@ class Lease:
                         raise
                     await asyncio.sleep(0.1 * failures)
             else:
-                server.answered()
-                return result
+                if await self.fleet.believes(server, held, [result], [sampling]):
+                    return result
 
     async def _routed(
         self, router: RouterClient, input_ids: Sequence[int], sampling: SamplingParams, rid: str
@@ -115,11 +119,12 @@ class Lease:
                 await self._place()  # where it is counted
             try:
                 result = await router.generate(input_ids, sampling, rid)
-                if (wrong := _wrong(result, self.version)) is None:
+                if (doubt := await self.fleet.routed_doubt(self.held, result)) is None:
                     return result
-                self.fleet.ask_all()
-                raise ServerUnavailable(router.base_url, GENERATE, f"a server answered with weights {wrong}")
-            except (ServerUnavailable, ServerError) as error:
+                raise ServerUnavailable(router.base_url, GENERATE, f"a server behind it {doubt.reason}")
+            except (ServerUnavailable, ServerError, ImpossibleLogprobs) as error:
+                if isinstance(error, ImpossibleLogprobs):
+                    self.fleet.ask_all()
                 if isinstance(error, ServerError) and error.status != 503:
                     failures += 1
                     if error.status < 500 or failures > _RETRIES:
@@ -172,15 +177,3 @@ class Lease:
     def _give_back(self) -> None:
         self.server.load -= self.places
         self.server.busy -= self.fresh + self.asking
-
-
-def _wrong(result: GenerateResult, at_least: int) -> str | None:
-    """Name of the weights of an answer that are no version, or one below ``at_least``; None when there are none."""
-    for span in result.spans:
-        try:
-            version = PolicyVersion.parse(span.version)
-        except ValueError:
-            return repr(span.version)
-        if version.number < at_least:
-            return f"{version}, older than version {at_least} that its group was admitted with"
-    return None

@@ -14,10 +14,15 @@ from ...types import PolicyVersion
 from ..client.back_off import BackOff
 from ..client.http import ServerClient
 from .health import Health
+from .trust import Asked, Held
 
 #: Pauses between questions whether a server is ready, and before further starts of one that dies as it starts.
 _ASK_S = (0.05, 1.0)
 _RESTART_S = (1.0, 30.0)
+#: Versions that a request may have been sent before: more than any request lasts.
+_REMEMBERED = 1000
+#: Answers in a row that make up for a doubt. One address with two servers behind it never has so many.
+TRUSTED_AFTER = 100
 
 
 class ServerProcess(Protocol):
@@ -39,6 +44,10 @@ class Server:
     ``joined``: it ran already, and has no process here. ``version`` is what it has loaded whole, None unless it is
     SERVING. ``load`` counts the trajectories that hold a place on it, ``busy`` those of them that have a request in
     flight or are about to, ``starts`` its processes so far. ``updating`` is set by the weight sync.
+
+    ``given`` are the versions that it was sent, the newest last, and ``loads`` counts those that it took whole; with
+    ``version`` they are the book that its answers are held against. ``doubts`` counts the loads after which it said
+    something else, since it was last believed ``TRUSTED_AFTER`` times in a row.
     """
 
     index: int
@@ -59,6 +68,12 @@ class Server:
     restarting: BackOff = field(default_factory=lambda: BackOff(*_RESTART_S))
     health: Health = field(default_factory=lambda: Health(math.inf, math.inf))
     ending: asyncio.Task[int] | None = None  # its process is being killed
+    given: dict[PolicyVersion, None] = field(default_factory=dict)
+    loads: int = 0
+    doubts: int = 0
+    believed: int = 0  # answers since the last doubt
+    vouching: Asked | None = None  # whether it computes with the weights that it took last
+    softmax: Asked | None = None  # whether its log-probs are those of a softmax
 
     @property
     def name(self) -> str:
@@ -88,6 +103,32 @@ class Server:
         """Where to look when something is wrong with it."""
         return f"it runs at {self.client.base_url}" if self.joined else f"see {self.log}"
 
+    @property
+    def held(self) -> Held:
+        """What it holds now; it has to be SERVING."""
+        assert self.version is not None
+        return Held(self.version, self.loads)
+
+    @property
+    def vouched(self) -> bool:
+        """Nothing is being found out about its weights."""
+        return self.vouching is None or self.vouching.done()
+
     def answered(self) -> None:
-        """It answered a request: it is well."""
+        """It answered a request as it should: it is well."""
         self.health.answered()
+        self.believed += 1
+        if self.believed >= TRUSTED_AFTER:
+            self.doubts = 0
+
+    def doubted(self) -> None:
+        """It said something that cannot be, after its last load."""
+        self.doubts += 1
+        self.believed = 0
+
+    def give(self, version: PolicyVersion) -> None:
+        """``version`` is on its way to the server, which may name it from now on."""
+        self.given.pop(version, None)
+        self.given[version] = None
+        while len(self.given) > _REMEMBERED:
+            del self.given[next(iter(self.given))]

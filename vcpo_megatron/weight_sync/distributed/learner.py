@@ -6,7 +6,6 @@ their connections close. The next ``open_group`` starts another one.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,13 @@ from .broadcaster import Broadcaster
 
 
 class DistributedSender(Sender):
-    """``plan`` as in WeightsReady. ``poll`` is called while it waits; what it raises ends the wait."""
+    """``plan`` as in WeightsReady. ``address`` is where servers find this host. ``poll`` is called while it waits; what
+    it raises ends the wait."""
 
-    def __init__(self, plan: list[Any], backend: str, timeout_s: float, log: Path, poll: Callable[[], None]) -> None:
+    def __init__(
+        self, plan: list[Any], backend: str, timeout_s: float, log: Path, poll: Callable[[], None], address: str
+    ) -> None:
+        self._address = address
         self._plan, self._backend, self._timeout_s, self._log, self._poll = plan, backend, timeout_s, log, poll
         self._broadcaster: Broadcaster | None = None
 
@@ -41,7 +44,7 @@ class DistributedSender(Sender):
         self.start()
         assert self._broadcaster is not None
         port = self._broadcaster.open(name, world_size, self._poll)
-        return GroupOpened(name, os.environ.get("MASTER_ADDR", "127.0.0.1"), port, self._backend)
+        return GroupOpened(name, self._address, port, self._backend)
 
     def send(self, name: str, stream: Stream) -> None:
         if self._broadcaster is None:  # closed since this was asked for
