@@ -12,54 +12,29 @@ from typing import Any
 
 from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments.base import EnvironmentSetupError
-from vcpo_megatron.environments.client import Description, EpisodeFailure, Prompt
 from vcpo_megatron.environments.registry import make_environment
 from vcpo_megatron.environments.workers import values
 from vcpo_megatron.environments.workers.activity import Activity
-from vcpo_megatron.environments.workers.episodes import Conversation, RemoteEpisode, Tally
+from vcpo_megatron.environments.workers.episodes import Conversation, RemoteEnvironment, Tally, described
 from vcpo_megatron.environments.workers.host import EnvironmentHost
 from vcpo_megatron.environments.workers.setup import WorkerSetup
 from vcpo_megatron.rollout.agent_loop import Generate, run_episode
-from vcpo_megatron.run.tasks import RunError
 from vcpo_megatron.types import Trajectory
 
 
-class InProcess:
+class InProcess(RemoteEnvironment):
     """``environment``, whose episodes have ``limit_s`` seconds in its code. An ``EnvironmentClient``, to be made in the
     running event loop."""
 
     def __init__(self, environment: Any, limit_s: float = 60.0) -> None:
         heldout = values.heldout(environment)
-        said = values.description(environment, heldout)
-        prompts = tuple(Prompt(name, "heldout", index) for index, name in enumerate(said.pop("heldout")))
-        self.description = Description(heldout=prompts, notes=tuple(said.pop("notes")), **said)
+        self.description = described(values.description(environment, heldout))
         self._conversation = Conversation(lambda message: self._host.handle(message), Tally())
         memory = Activity(mmap.mmap(-1, mmap.PAGESIZE))
         self._host = EnvironmentHost(environment, heldout, limit_s, self._conversation.on_message, memory)
-        self._jobs = 0
-
-    def _job(self) -> int:
-        self._jobs += 1
-        return self._jobs
 
     async def _place(self) -> Conversation:
         return self._conversation
-
-    async def train_prompt(self, index: int) -> Prompt:
-        try:
-            _, _, prompt_id = await self._conversation.ask(["prompt", self._job(), index], f"index {index}")
-        except EpisodeFailure as error:
-            raise RunError(
-                f"environment {self.description.name}: train_example({index}) cannot be had: {error}"
-            ) from error
-        return Prompt(prompt_id, "train", index)
-
-    async def reference(self, prompt: Prompt) -> tuple[int, ...]:
-        _, _, tokens = await self._conversation.ask(["reference", self._job(), [prompt.stream, prompt.index]], "it")
-        return tuple(tokens)
-
-    def episode(self, prompt: Prompt) -> RemoteEpisode:
-        return RemoteEpisode(prompt, self._job(), self._place)
 
     async def supervise(self) -> None:
         await asyncio.get_running_loop().create_future()

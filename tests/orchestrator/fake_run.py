@@ -24,6 +24,7 @@ from tests.ports import HeldPort
 from vcpo_megatron.config.process import ProcessContext
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.environments.base import Example, Observation, Outcome
+from vcpo_megatron.environments.workers.pool import WorkerPool
 from vcpo_megatron.environments.workers.setup import WorkerSetup
 from vcpo_megatron.observability.sinks import JsonlSink
 from vcpo_megatron.orchestrator.controller import Controller, Parts
@@ -501,7 +502,7 @@ class FakeRun:
         if self.setup is not None:
             self.setup(self)
         control = ControlServer(self.context.control, self.context.token)
-        environment = InProcess(self.environment, WorkerSetup.of(self.config).episode_timeout_s)
+        environment = await self._environment_client()
         parts = Parts(
             environment=environment,
             fleet=self.fleet,
@@ -526,6 +527,18 @@ class FakeRun:
             self._port.release()
             # One that was never heard of is told nothing, and goes on.
             await asyncio.to_thread(self.learner.join, 10.0 if controller._link._connected else 0.5)
+
+    async def _environment_client(self) -> InProcess | WorkerPool:
+        """``environment`` in this process; or one that the configuration names as MODULE:FACTORY, in workers."""
+        setup = WorkerSetup.of(self.config)
+        if ":" not in self.config.environment.name:
+            return InProcess(self.environment, setup.episode_timeout_s)
+        log = self.context.directory.log
+        pool = WorkerPool(
+            setup, workers=self.config.environment.workers, start_timeout_s=60.0, log=lambda n: log("environment", n)
+        )
+        await pool.start()
+        return pool
 
     def rows(self) -> list[dict[str, Any]]:
         text = RunDirectory(self.run_dir).metrics.read_text()

@@ -69,3 +69,54 @@ def test_the_process_says_in_one_line_what_is_wrong(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=30)
     assert process.returncode == 2
     assert "Traceback" not in err and err.splitlines()[-1].startswith("vcpo: error: model.path = ")
+
+
+LEFT_BEHIND = """
+import asyncio, time
+import vcpo_megatron.orchestrator.__main__ as orchestrator
+import vcpo_megatron.run.tasks as tasks
+
+async def swallow():
+    while True:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            pass
+
+async def run(context):
+    global left
+    left = asyncio.ensure_future(swallow())
+    asyncio.get_running_loop().run_in_executor(None, time.sleep, 1000)
+    await asyncio.sleep(0.05)
+    return "run ended"
+
+tasks._CANCEL_S, orchestrator.run = 0.2, run
+orchestrator._end(orchestrator.main())
+"""
+
+
+def test_the_process_ends_when_the_run_has_whatever_tasks_and_threads_are_left(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, config())
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_BEHIND],
+        env={**os.environ, **run.context.environment()},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1], done.stderr) == (0, "run ended", "")
+
+
+def test_an_environment_that_cannot_be_made_is_the_last_line_of_the_log(tmp_path: Path, model_folder: Path) -> None:
+    faulty = {"name": "tests.environments.workers.faulty:Faulty", "options": {"factory": "quit"}, "workers": 1}
+    cfg = config(model={"path": model_folder}, environment=faulty)
+    run = FakeRun(tmp_path / "run", cfg)
+    run.context.directory.resolved.write_text(dump_resolved(cfg))
+    process = start_process(run.context.environment())
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and "Traceback" not in err
+    line = err.splitlines()[-1]
+    log = run.context.directory.log("environment", 0)
+    assert line.startswith("vcpo: error: environment.name = 'tests.environments.workers.faulty:Faulty': environment w")
+    assert line.endswith(f"ended with exit code 5 in the factory while it made the environment; see {log}")

@@ -26,6 +26,28 @@ def test_every_waiter_looks_again_after_a_notification_and_none_is_missed() -> N
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("turns", [0, 1, 2])
+def test_a_cancellation_that_comes_with_a_notification_is_not_lost(turns: int) -> None:
+    """``turns`` of the event loop after it."""
+
+    async def forever(notifier: Notifier) -> None:
+        while True:
+            await notifier.wait(5.0)
+
+    async def scenario() -> None:
+        notifier = Notifier()
+        waiter = asyncio.create_task(forever(notifier))
+        await asyncio.sleep(0.01)
+        notifier.notify()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waiter.cancel()
+        _, running = await asyncio.wait([waiter], timeout=1.0)
+        assert not running
+
+    asyncio.run(scenario())
+
+
 def test_a_wait_ends_in_time() -> None:
     async def scenario() -> None:
         notifier = Notifier()

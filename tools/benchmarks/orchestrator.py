@@ -7,7 +7,8 @@ compute nothing. All trajectories are started, held by the servers, and answered
     resume   every request is aborted half-way and sent again with the tokens it has
     finish   answer, trajectory, store, batch
 
-Processor time is that of this process, the store's thread included; memory is what the process has grown by.
+Processor time is that of this process, the store's thread included; memory is what the process has grown by. What the
+workers of the environment spend is measured apart; they have the other cores.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vcpo_megatron.environments.base import Action, Environment, Episode, Example, Observation, Outcome
+import psutil
+
+from vcpo_megatron.config.schema import EnvironmentConfig
+from vcpo_megatron.environments.base import Action, Episode, Example, Observation, Outcome
+from vcpo_megatron.environments.client import EnvironmentClient
+from vcpo_megatron.environments.workers.pool import WorkerPool
+from vcpo_megatron.environments.workers.setup import WorkerSetup
 from vcpo_megatron.orchestrator.modes.batcher import Batcher
 from vcpo_megatron.orchestrator.modes.failures import FailureWindow, PromptFailures
 from vcpo_megatron.orchestrator.modes.generation import Generation, GenerationRules, SamplingRules
@@ -39,7 +46,7 @@ from vcpo_megatron.rollout.client.protocol import SamplingParams
 from vcpo_megatron.rollout.fleet.fleet import Fleet, FleetOptions
 from vcpo_megatron.rollout.fleet.server import Server, ServerProcess, ServerState
 from vcpo_megatron.run.notifier import Notifier
-from vcpo_megatron.run.tasks import cancel
+from vcpo_megatron.run.tasks import cancel, run_beside
 from vcpo_megatron.transport.child import start_child, stop_child
 from vcpo_megatron.types import PolicyVersion
 
@@ -57,14 +64,16 @@ _ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(_TOOLS), str(_T
 
 @dataclass(frozen=True)
 class OrchestratorCost:
-    """``trajectories`` in flight together, answers of ``tokens``; processor seconds of the phases, all together; bytes
-    of resident memory in flight and at the end, all together."""
+    """``trajectories`` in flight together, answers of ``tokens``; processor seconds of the phases, all together;
+    ``workers_s``: of the environment's workers in all of them; bytes of resident memory in flight and at the end, all
+    together."""
 
     trajectories: int
     tokens: int
     start_s: float
     resume_s: float
     finish_s: float
+    workers_s: float
     flight_bytes: int
     kept_bytes: int
 
@@ -77,8 +86,10 @@ class OrchestratorCost:
         return {**asdict(self), "seconds_each": self.seconds_each}
 
 
-class _Task:
+class OneTurn:
     """An environment of one turn."""
+
+    def __init__(self, config: EnvironmentConfig, tokenizer_dir: Path, seed: int) -> None: ...
 
     name = "fake"
     fingerprint = ""
@@ -132,7 +143,9 @@ def fake_servers(folder: Path, tokens: int) -> Iterator[list[str]]:
 class _Run:
     """The orchestrator's parts around servers at ``urls``."""
 
-    def __init__(self, urls: Sequence[str], trajectories: int, tokens: int, path: Path) -> None:
+    def __init__(
+        self, urls: Sequence[str], trajectories: int, tokens: int, path: Path, environment: EnvironmentClient
+    ) -> None:
         self.urls, self.count = urls, trajectories
         self.changes = Notifier()
         servers = [Server(i, ServerClient(url, VOCABULARY, _PATIENCE_S), path) for i, url in enumerate(urls)]
@@ -146,9 +159,8 @@ class _Run:
         plan = ResumePlan(step=0, buffer=(), cursors={}, requeue=(), next_group_id=0, next_cursor=0)
         ledger = GroupLedger.resumed(self.recorder, plan)
         self.batcher = Batcher(ledger, StalenessBound(0, groups), wait_s=_PATIENCE_S)
-        task: Environment = _Task()
         self.generation = Generation(
-            task,
+            environment,
             self.fleet,
             self.batcher,
             ledger,
@@ -200,10 +212,17 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def _measured(run: _Run, tokens: int) -> OrchestratorCost:
+def _of_workers() -> float:
+    """Processor seconds of the environment's workers so far."""
+    children = psutil.Process().children()
+    workers = [child for child in children if "vcpo_megatron.environments.workers" in child.cmdline()]
+    return sum(times.user + times.system for times in (worker.cpu_times() for worker in workers))
+
+
+async def _measured(run: _Run, environment: WorkerPool, tokens: int) -> OrchestratorCost:
     await run.recorder.open()
-    before, times = _resident(), [time.process_time()]
-    generating = asyncio.create_task(run.generation.run())
+    workers, before, times = _of_workers(), _resident(), [time.process_time()]
+    generating = asyncio.create_task(run_beside(run.generation.run(), environment.supervise()))
     try:
         await run.all_held()
         times.append(time.process_time())
@@ -219,23 +238,33 @@ async def _measured(run: _Run, tokens: int) -> OrchestratorCost:
         if found != run.count:
             raise RuntimeError(f"{found} of {run.count} trajectories came back")
         kept = _resident() - before
+        workers = _of_workers() - workers
     finally:
         await cancel(generating)
         await run.close()
     start, resume, finish = (later - earlier for earlier, later in zip(times, times[1:], strict=False))
-    return OrchestratorCost(run.count, tokens, start, resume, finish, flight, kept)
+    return OrchestratorCost(run.count, tokens, start, resume, finish, workers, flight, kept)
 
 
 def measure(folder: Path, trajectories: int, tokens: int) -> OrchestratorCost:
     """One run in a process that has done nothing else: memory of an earlier one would be used again."""
     with fake_servers(folder, tokens) as urls:
         path = folder / f"rollouts-{trajectories}-{tokens}.sqlite"
+        config = EnvironmentConfig(name="benchmarks.orchestrator:OneTurn")
+        setup = WorkerSetup(config, folder, 0, _PATIENCE_S)
 
         async def main() -> OrchestratorCost:
-            return await _measured(_Run(urls, trajectories, tokens, path), tokens)
+            async with WorkerPool(
+                setup,
+                workers=config.workers,
+                start_timeout_s=_PATIENCE_S,
+                log=lambda index: folder / f"environment.{index}.log",
+            ) as environment:
+                with one_core():  # neither the servers nor the workers
+                    run = _Run(urls, trajectories, tokens, path, environment)
+                    return await _measured(run, environment, tokens)
 
-        with one_core():  # not the servers
-            return asyncio.run(main())
+        return asyncio.run(main())
 
 
 def measure_apart(trajectories: int, tokens: int) -> OrchestratorCost:
@@ -244,7 +273,7 @@ def measure_apart(trajectories: int, tokens: int) -> OrchestratorCost:
     done = subprocess.run(
         command, env=_ENVIRONMENT, stdout=subprocess.PIPE, text=True, timeout=4 * _PATIENCE_S, check=True
     )
-    return OrchestratorCost(*map(_number, done.stdout.split()[-7:]))  # type: ignore[arg-type]
+    return OrchestratorCost(*map(_number, done.stdout.split()[-8:]))  # type: ignore[arg-type]
 
 
 def _number(text: str) -> float | int:
@@ -258,9 +287,10 @@ def per_token(short: OrchestratorCost, long: OrchestratorCost) -> float:
 
 def table(results: Sequence[OrchestratorCost]) -> str:
     """The results as text, each a trajectory."""
-    lines = ["in flight  tokens  start ms  resume ms  finish ms  in flight KiB  at the end KiB"]
+    lines = ["in flight  tokens  start ms  resume ms  finish ms  workers ms  in flight KiB  at the end KiB"]
     for r in results:
-        ms = "  ".join(f"{1000 * value / r.trajectories:>9.3f}" for value in (r.start_s, r.resume_s, r.finish_s))
+        times = (r.start_s, r.resume_s, r.finish_s, r.workers_s)
+        ms = "  ".join(f"{1000 * value / r.trajectories:>9.3f}" for value in times)
         kib = "  ".join(f"{value / r.trajectories / 1024:>13.1f}" for value in (r.flight_bytes, r.kept_bytes))
         lines.append(f"{r.trajectories:>9}  {r.tokens:>6} {ms}  {kib}")
     return "\n".join(lines)

@@ -30,8 +30,10 @@ class Notifier:
     async def wait(self, timeout_s: float = math.inf) -> None:
         """Return after the next ``notify`` or after ``timeout_s`` seconds."""
         event = self._event
+        # Not asyncio.wait_for, which in Python 3.11 loses a cancellation that comes together with the event.
         try:
-            await asyncio.wait_for(event.wait(), None if math.isinf(timeout_s) else max(0.0, timeout_s))
+            async with asyncio.timeout(None if math.isinf(timeout_s) else max(0.0, timeout_s)):
+                await event.wait()
         except TimeoutError:
             pass
 

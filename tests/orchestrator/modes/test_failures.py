@@ -210,9 +210,19 @@ def test_a_policy_that_has_diverged_ends_the_run_soon(tmp_path: Path, policy: st
     assert failed < 1360 / 2
 
 
-@pytest.mark.parametrize(("reward", "info"), [(float("nan"), {}), (float("inf"), {}), (1.0, {"x": "text"})])
+@pytest.mark.parametrize(
+    ("reward", "info"),
+    [
+        (float("nan"), {}),
+        (float("inf"), {}),
+        (None, {}),
+        (1.0, {"x": "text"}),
+        (1.0, {"x": float("nan")}),
+        (1.0, {"x": None}),
+    ],
+)
 def test_what_cannot_be_trained_on_is_a_counted_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, info: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: Any, info: dict[str, Any]
 ) -> None:
     whole = FakeEpisode.step
 

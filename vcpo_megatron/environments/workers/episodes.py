@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...run.tasks import RunError
 from ..base import Observation, Outcome
-from ..client import EpisodeFailure, Prompt
+from ..client import Description, EpisodeFailure, Prompt
 from .messages import Message, MessageError
+
+#: A question that workers die of by another's fault is asked so often.
+TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,17 @@ class Conversation:
     def end(self, why: str) -> dict[int, Waiting]:
         """The host is gone: whatever is asked from now on fails with ``why``. Questions without a reply, whose futures
         the caller settles."""
-        self._over = why
+        self._over = self._over or why
         left, self.waiting = self.waiting, {}
         self.open.clear()
         return left
+
+
+def settle(question: Waiting, error: EpisodeFailure) -> None:
+    """It gets no reply: ``error`` to whoever waits for it, if anybody does."""
+    if not question.reply.done():
+        question.reply.set_exception(error)
+        question.reply.exception()  # seen: the one who asked may be gone
 
 
 class RemoteEpisode:
@@ -115,3 +126,52 @@ class RemoteEpisode:
         """See ``EpisodeClient``."""
         if self._host is not None:
             self._host.close(self._job)
+
+
+class RemoteEnvironment:
+    """The questions of an ``EnvironmentClient``; where they go is the business of those that derive from it."""
+
+    description: Description
+    _last_job = 0
+
+    async def _place(self) -> Conversation:
+        """The host of the next job."""
+        raise NotImplementedError
+
+    async def train_prompt(self, index: int) -> Prompt:
+        """See ``EnvironmentClient``."""
+        return Prompt(await self._ask("prompt", index, f"train_example({index})"), "train", index)
+
+    async def reference(self, prompt: Prompt) -> tuple[int, ...]:
+        """Tokens of an answer that the environment gives for right; none where it does not say. RunError."""
+        about = f"the reference answer of prompt {prompt.prompt_id}"
+        return tuple(await self._ask("reference", [prompt.stream, prompt.index], about))
+
+    def episode(self, prompt: Prompt) -> RemoteEpisode:
+        """See ``EnvironmentClient``."""
+        return RemoteEpisode(prompt, self._new_job(), self._place)
+
+    def _new_job(self) -> int:
+        self._last_job += 1
+        return self._last_job
+
+    async def _ask(self, kind: str, what: Any, about: str) -> Any:
+        """The answer to a question that is no episode's. It is asked again when another's fault ended the worker."""
+        tries = 0
+        while True:
+            host, tries = await self._place(), tries + 1
+            try:
+                _, _, answer = await host.ask([kind, self._new_job(), what], about)
+                return answer
+            except EpisodeFailure as error:
+                if error.blame == "own" or tries == TRIES:
+                    raise RunError(f"environment {self.description.name}: {about} has no answer: {error}") from error
+
+
+def described(said: Mapping[str, Any]) -> Description:
+    """What a host said of its environment."""
+    heldout = tuple(Prompt(name, "heldout", index) for index, name in enumerate(said["heldout"]))
+    sampling = {key: tuple(value) if isinstance(value, list) else value for key, value in said["sampling"].items()}
+    return Description(
+        said["name"], said["fingerprint"], sampling, said["max_prompt_tokens"], heldout, tuple(said["notes"])
+    )

@@ -28,6 +28,8 @@ from .messages import Message
 CLOSE_S = 30.0
 #: Seconds for which a cancelled call is waited for before its episode is closed all the same.
 CANCEL_S = 5.0
+#: Who holds the event loop for longer costs the others time, which is given back to them.
+LONG_S = 0.05
 #: How often the event loop says that it turns.
 TICK_S = 0.5
 #: Examples that are kept: those of the groups in flight.
@@ -39,13 +41,17 @@ _MESSAGE_LENGTH = 1000
 
 @dataclass(eq=False)
 class _Job:
-    """``left_s``: seconds that it still has in a user's code. ``over``: nobody waits for a reply any more."""
+    """``left_s``: seconds that it still has in a user's code; ``deadline``: the end of them in this call.
+    ``held_s``: seconds for which it held the event loop, a long while at a time; ``lost_s``: for which others did, as
+    far as that is given back. ``over``: nobody waits for a reply any more."""
 
     number: int
     left_s: float
     episode: Episode | None = None
     phase: str = ""
     deadline: float = 0.0
+    held_s: float = 0.0
+    lost_s: float = 0.0
     timer: asyncio.TimerHandle | None = None
     task: asyncio.Task[None] | None = None
     over: bool = False
@@ -78,24 +84,6 @@ def raised(phase: str, error: BaseException) -> str:
     return said.encode("utf-8", "backslashreplace").decode()
 
 
-@types.coroutine
-def _watched(work: Coroutine[Any, Any, Message], job: _Job, activity: Activity) -> Generator[Any, Any, Message]:
-    """Run ``work``; whenever its code runs, ``activity`` says so."""
-    value, error = None, None
-    while True:
-        activity.enter(job.number, job.phase, job.deadline)
-        try:
-            awaited = work.send(value) if error is None else work.throw(error)
-        except StopIteration as end:
-            return end.value
-        finally:
-            activity.leave()
-        try:
-            value, error = (yield awaited), None
-        except BaseException as thrown:  # passed on to ``work``
-            value, error = None, thrown
-
-
 class EnvironmentHost:
     """Serves ``environment``, whose held-out examples are ``heldout``; ``reply`` takes what is answered. To be made and
     used in a running event loop."""
@@ -118,6 +106,7 @@ class EnvironmentHost:
         self._examples: OrderedDict[int, Example] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
         self._tracebacks = _Tracebacks()
+        self._held_s = 0.0
         self._tick()
 
     def _tick(self) -> None:
@@ -136,9 +125,6 @@ class EnvironmentHost:
             case ["step", int(number), list(token_ids), str(finish_reason)]:
                 if (known := self._jobs.get(number)) is not None:
                     self._begin(known, self._step(known, tuple(token_ids), finish_reason))
-            case ["decode", int(number), list(token_ids)]:
-                job = self._new(number)
-                self._begin(job, self._decode(job, tuple(token_ids)))
             case ["reference", int(number), [str(stream), int(index)]]:
                 job = self._new(number)
                 self._begin(job, self._reference(job, stream, index))
@@ -155,6 +141,9 @@ class EnvironmentHost:
     # --- what jobs do -------------------------------------------------------------------------
 
     def _enter(self, job: _Job, phase: str) -> None:
+        """The job's next call into a user's code; BadValue when the one before computed to beyond the deadline."""
+        if time.monotonic() > job.deadline:
+            raise values.BadValue(timed_out(job.phase, self._limit_s))
         job.phase = phase
         self._activity.enter(job.number, phase, job.deadline)
 
@@ -175,11 +164,6 @@ class EnvironmentHost:
         prompt_id = self._example(job, "train", index).prompt_id
         self._jobs.pop(job.number, None)
         return ["answer", job.number, prompt_id]
-
-    async def _decode(self, job: _Job, token_ids: tuple[int, ...]) -> Message:
-        text = self._text(job, token_ids)
-        self._jobs.pop(job.number, None)
-        return ["answer", job.number, text]
 
     async def _reference(self, job: _Job, stream: str, index: int) -> Message:
         example = self._example(job, stream, index)
@@ -207,8 +191,8 @@ class EnvironmentHost:
         result = await _checked(job, values.awaitable, job.episode.step(Action(token_ids, text, finish_reason)))
         if isinstance(result, Outcome):
             reward, info = _checked(job, values.outcome, result)
-            episode, job.episode = job.episode, None
             self._enter(job, "close")
+            episode, job.episode = job.episode, None
             await _checked(job, values.awaitable, episode.close())
             self._jobs.pop(job.number, None)
             return ["ended", job.number, reward, info]
@@ -221,43 +205,73 @@ class EnvironmentHost:
     # --- the boundary -------------------------------------------------------------------------
 
     def _begin(self, job: _Job, work: Coroutine[Any, Any, Message]) -> None:
-        now = time.monotonic()
-        job.deadline = now + job.left_s
-        job.timer = self._loop.call_later(job.left_s, self._too_late, job)
-        job.task = self._loop.create_task(self._run(job, work, now))
+        job.task = self._loop.create_task(self._run(job, work))
 
-    async def _run(self, job: _Job, work: Coroutine[Any, Any, Message], started: float) -> None:
+    async def _run(self, job: _Job, work: Coroutine[Any, Any, Message]) -> None:
         """Run one call of a job and answer it."""
-        failed: str | None = None
-        answer: Message = []
-        try:
-            answer = await _watched(work, job, self._activity)
-        except GeneratorExit:
-            raise
-        except values.BadValue as error:
-            failed = str(error)
-        except BaseException as error:  # fault boundary: whatever a user's code raises fails this job alone
-            if not job.over:
-                failed = raised(job.phase, error)
-                self._tracebacks.write(failed, error)
+        if job.over:
+            return work.close()
+        job.deadline = time.monotonic() + job.left_s
+        job.lost_s = self._held_s - job.held_s
+        job.timer = self._loop.call_later(job.left_s, self._too_late, job)
+        result = await self._watched(work, job)
         if job.timer is not None:
             job.timer.cancel()
         if job.over:
             return
-        job.left_s -= time.monotonic() - started
-        if failed is not None:
-            self._fail(job, failed)
+        self._give_back(job)
+        job.left_s = job.deadline - time.monotonic()
+        if isinstance(result, BaseException):
+            self._fail(job, self._why(job, result))
         elif job.left_s <= 0:  # it computed to beyond its deadline
-            self._fail(job, self._timed_out(job))
+            self._fail(job, timed_out(job.phase, self._limit_s))
         else:
-            self._reply(answer)
+            self._reply(result)
+
+    def _why(self, job: _Job, error: BaseException) -> str:
+        if isinstance(error, values.BadValue):
+            return str(error)
+        message = raised(job.phase, error)
+        self._tracebacks.write(message, error)
+        return message
+
+    @types.coroutine
+    def _watched(self, work: Coroutine[Any, Any, Message], job: _Job) -> Generator[Any, Any, Message | BaseException]:
+        """What ``work`` returns, or raises; whenever its code runs, the page of memory says so."""
+        value, error = None, None
+        while True:
+            self._activity.enter(job.number, job.phase, job.deadline)
+            entered = time.monotonic()
+            try:
+                awaited = work.send(value) if error is None else work.throw(error)
+            except StopIteration as end:
+                return end.value
+            except BaseException as raised:  # fault boundary: whatever a user's code raises; the caller answers it
+                return raised
+            finally:
+                self._activity.leave()
+                if (held := time.monotonic() - entered) > LONG_S:
+                    self._held_s += held
+                    job.held_s += held
+            try:
+                value, error = (yield awaited), None
+            except BaseException as thrown:  # passed on to ``work``
+                value, error = None, thrown
+
+    def _give_back(self, job: _Job) -> None:
+        """Add the time to a job's deadline in which others held the event loop, but no more than a whole limit."""
+        lost = self._held_s - job.held_s
+        job.deadline += min(lost - job.lost_s, self._limit_s)
+        job.lost_s = lost
 
     def _too_late(self, job: _Job) -> None:
-        if not job.over:
-            self._fail(job, self._timed_out(job))
-
-    def _timed_out(self, job: _Job) -> str:
-        return timed_out(job.phase, self._limit_s)
+        if job.over:
+            return
+        self._give_back(job)
+        if (left := job.deadline - time.monotonic()) > 0:
+            job.timer = self._loop.call_later(left, self._too_late, job)
+        else:
+            self._fail(job, timed_out(job.phase, self._limit_s))
 
     def _fail(self, job: _Job, message: str) -> None:
         self._jobs.pop(job.number, None)
@@ -297,12 +311,9 @@ class EnvironmentHost:
             return []
 
         job.phase, job.deadline = "close", time.monotonic() + CLOSE_S
-        try:
-            await _watched(work(), job, self._activity)
-        except GeneratorExit:
-            raise
-        except BaseException as error:  # fault boundary: nobody waits for this; it is written down
-            self._tracebacks.write(raised("close", error), error)
+        result = await self._watched(work(), job)
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            self._why(job, result)  # nobody waits for this: it is written down
 
     async def stop(self, grace_s: float) -> None:
         """Give up every job, and wait ``grace_s`` seconds for what is being closed."""

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...run.notifier import Notifier
 from ...run.tasks import RunError, cancel, run_all
 from ..base import EnvironmentSetupError
-from ..client import Description, EpisodeFailure, Prompt
-from .episodes import Conversation, RemoteEpisode, Tally
+from ..client import EpisodeFailure
+from .episodes import Conversation, RemoteEnvironment, Tally, described
 from .setup import WorkerSetup
 from .worker import EnvironmentWorker, WorkerStartError
 
@@ -38,7 +38,7 @@ _RETRY_S = 1.0
 _MOST_ENDS = 10
 
 
-class WorkerPool:
+class WorkerPool(RemoteEnvironment):
     """``workers`` processes that serve the environment of ``setup``; ``log(index)`` is where the output of one goes.
 
     Make it in the event loop of the main thread, which its workers end with. ``start`` it, ``supervise`` it, ``stop``
@@ -52,9 +52,7 @@ class WorkerPool:
         self._workers: dict[int, EnvironmentWorker] = {}  # those that are ready
         self._starting: set[EnvironmentWorker] = set()
         self._replacing: set[asyncio.Task[None]] = set()
-        self._last_job = 0
         self._said: dict[str, Any] | None = None
-        self._description: Description | None = None
         self._error: BaseException | None = None
         self._stopping = False
         self._tally = Tally()
@@ -95,11 +93,7 @@ class WorkerPool:
         """Take over what the first worker said of the environment; EnvironmentSetupError when another one differs."""
         if self._said is None:
             self._said = said
-            heldout = tuple(Prompt(name, "heldout", index) for index, name in enumerate(said["heldout"]))
-            sampling = {key: tuple(v) if isinstance(v, list) else v for key, v in said["sampling"].items()}
-            self._description = Description(
-                said["name"], said["fingerprint"], sampling, said["max_prompt_tokens"], heldout, tuple(said["notes"])
-            )
+            self.description = described(said)
         for key, value in self._said.items():
             if said[key] != value:
                 values = "" if key == "heldout" else f" ({value!r} and {said[key]!r})"
@@ -122,45 +116,6 @@ class WorkerPool:
         await asyncio.gather(*(worker.stopped(deadline) for worker in workers))
 
     # --- what a run asks ----------------------------------------------------------------------
-
-    @property
-    def description(self) -> Description:
-        assert self._description is not None, "a pool is started first"
-        return self._description
-
-    async def train_prompt(self, index: int) -> Prompt:
-        """See ``EnvironmentClient``."""
-        return Prompt(await self._ask("prompt", index, f"train_example({index})"), "train", index)
-
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens, as the environment reads them; RunError."""
-        return await self._ask("decode", list(token_ids), "decode")
-
-    async def reference(self, prompt: Prompt) -> tuple[int, ...]:
-        """Tokens of an answer that the environment gives for right; none where it does not say. RunError."""
-        about = f"the reference answer of prompt {prompt.prompt_id}"
-        return tuple(await self._ask("reference", [prompt.stream, prompt.index], about))
-
-    async def _ask(self, kind: str, what: Any, about: str) -> Any:
-        """The answer to a question that is no episode's. It is asked again when another's fault ended the worker."""
-        tries = 0
-        while True:
-            host, tries = await self._place(), tries + 1
-            try:
-                _, _, answer = await host.ask([kind, self._new_job(), what], about)
-                return answer
-            except EpisodeFailure as error:
-                if error.blame == "own" or tries == _TRIES:
-                    name = self.description.name
-                    raise RunError(f"environment {name}: {about} cannot be had: {error}") from error
-
-    def episode(self, prompt: Prompt) -> RemoteEpisode:
-        """See ``EnvironmentClient``."""
-        return RemoteEpisode(prompt, self._new_job(), self._place)
-
-    def _new_job(self) -> int:
-        self._last_job += 1
-        return self._last_job
 
     async def _place(self) -> Conversation:
         """The worker with the fewest episodes, one that is not busy with a single one if there is any."""

@@ -18,7 +18,7 @@ from ...transport.child import signal_group, start_child
 from ..base import EnvironmentSetupError
 from ..client import Blame, EpisodeFailure
 from .activity import Activity, Doing
-from .episodes import Conversation, Tally
+from .episodes import Conversation, Tally, settle
 from .host import timed_out
 from .messages import Channel, Message, MessageError
 from .setup import WorkerSetup
@@ -192,10 +192,8 @@ class EnvironmentWorker:
         at = f" in {doing.phase}" if doing.phase else ""
         line = f"{how}{at}{f' of {waiting[culprit].about}' if culprit else ''}; see {self.log}"
         for job, question in self.conversation.end(line).items():
-            if question.reply.done():
-                continue
             blame: Blame = "own" if job == culprit else "none" if doing.job else "unknown"
-            question.reply.set_exception(EpisodeFailure(self._reason(doing, line, blame), blame))
+            settle(question, EpisodeFailure(self._reason(doing, line, blame), blame))
         return line, culprit != 0
 
     def _reason(self, doing: Doing, line: str, blame: Blame) -> str:
@@ -226,7 +224,7 @@ class EnvironmentWorker:
     def release(self) -> None:
         """Give back what this process holds of one that has ended."""
         for question in self.conversation.end(f"{self.name} was stopped").values():
-            question.reply.cancel()
+            settle(question, EpisodeFailure(f"{self.name} was stopped", "none"))
         if self._channel is not None:
             self._channel.close()
         else:
