@@ -111,6 +111,7 @@ class Faulty:
     name = "faulty"
     sampling: Any = {"ignore_eos": True, "max_new_tokens": 4}  # noqa: RUF012
     max_prompt_tokens = 2
+    notes = ("for tests",)
 
     def __init__(self, config: EnvironmentConfig, tokenizer_dir: Path, seed: int) -> None:
         self._options = config.options
@@ -141,6 +142,9 @@ class Faulty:
 
     def episode(self, example: Example) -> FaultyEpisode:
         return FaultyEpisode(example)
+
+    def reference(self, example: Example) -> tuple[int, ...]:
+        return (1, 2, 3)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))

@@ -231,8 +231,10 @@ def test_a_prompt_that_cannot_be_had_is_named_by_its_index(running: Running, ind
         running.do(running.pool.train_prompt(index))
 
 
-def test_texts_are_read_as_the_environment_reads_them(running: Running) -> None:
-    assert running.do(running.pool.decode((3, 14))) == "3 14"
+def test_what_the_environment_says_of_itself(running: Running) -> None:
+    description = running.pool.description
+    assert running.do(running.pool.reference(description.heldout[1])) == (1, 2, 3)
+    assert description.notes == ("for tests",)
     assert [prompt.prompt_id for prompt in running.pool.description.heldout] == ["heldout-0", "heldout-1", "heldout-2"]
 
 
@@ -250,7 +252,7 @@ def test_episodes_are_spread_over_all_workers(running: Running) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"factory": "exit"}, "'tests.*faulty:Faulty': the factory raised SystemExit: 3"),
+        ({"factory": "exit"}, "'tests.*faulty:Faulty': making it raised SystemExit: 3"),
         ({"factory": "quit"}, r"worker 0 \(pid \d+\) ended with exit code 5 in the factory while it made .*; see .*"),
     ],
 )
@@ -271,7 +273,7 @@ def test_an_error_at_import_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
         async with make_pool(tmp_path):
             pytest.fail("it started")
 
-    with pytest.raises(EnvironmentSetupError, match="the factory raised RuntimeError: no licence"):
+    with pytest.raises(EnvironmentSetupError, match="faulty raised RuntimeError: no licence"):
         asyncio.run(asyncio.wait_for(start(), PATIENCE_S))
     assert "Traceback" in (tmp_path / "environment.0.log").read_text()
 

@@ -138,6 +138,7 @@ def test_a_description_is_plain() -> None:
         "sampling": {"stop_token_ids": [3, 4], "top_k": 5, "ignore_eos": True},
         "max_prompt_tokens": 7,
         "heldout": ["h"],
+        "notes": [],
     }
 
 

@@ -67,7 +67,9 @@ def _make(setup: WorkerSetup, activity: Activity) -> Made:
         activity.enter(0, phase, 0.0)
         heldout = values.heldout(environment)
         return Made(environment, heldout, values.description(environment, heldout, notes))
-    except EnvironmentSetupError:
+    except EnvironmentSetupError as error:
+        if error.__cause__ is not None:  # what a user's code raised
+            traceback.print_exception(error.__cause__)
         raise
     except values.BadValue as error:
         raise EnvironmentSetupError(f"{wrong}{phase} {error}") from None

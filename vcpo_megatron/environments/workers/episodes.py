@@ -142,9 +142,10 @@ class RemoteEnvironment:
         """See ``EnvironmentClient``."""
         return Prompt(await self._ask("prompt", index, f"train_example({index})"), "train", index)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens, as the environment reads them; RunError."""
-        return await self._ask("decode", list(token_ids), "decode")
+    async def reference(self, prompt: Prompt) -> tuple[int, ...]:
+        """Tokens of an answer that the environment gives for right; none where it does not say. RunError."""
+        about = f"the reference answer of prompt {prompt.prompt_id}"
+        return tuple(await self._ask("reference", [prompt.stream, prompt.index], about))
 
     async def reference(self, prompt: Prompt) -> tuple[int, ...]:
         """Tokens of an answer that the environment gives for right; none where it does not say. RunError."""

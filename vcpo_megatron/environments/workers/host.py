@@ -125,9 +125,6 @@ class EnvironmentHost:
             case ["step", int(number), list(token_ids), str(finish_reason)]:
                 if (known := self._jobs.get(number)) is not None:
                     self._begin(known, self._step(known, tuple(token_ids), finish_reason))
-            case ["decode", int(number), list(token_ids)]:
-                job = self._new(number)
-                self._begin(job, self._decode(job, tuple(token_ids)))
             case ["reference", int(number), [str(stream), int(index)]]:
                 job = self._new(number)
                 self._begin(job, self._reference(job, stream, index))
@@ -167,11 +164,6 @@ class EnvironmentHost:
         prompt_id = self._example(job, "train", index).prompt_id
         self._jobs.pop(job.number, None)
         return ["answer", job.number, prompt_id]
-
-    async def _decode(self, job: _Job, token_ids: tuple[int, ...]) -> Message:
-        text = self._text(job, token_ids)
-        self._jobs.pop(job.number, None)
-        return ["answer", job.number, text]
 
     async def _reference(self, job: _Job, stream: str, index: int) -> Message:
         example = self._example(job, stream, index)

@@ -5,7 +5,7 @@
     ["prompt", job, index]                     ["answer", job, prompt_id]
     ["reset", job, stream, index]              ["observed", job, token_ids]
     ["step", job, token_ids, finish_reason]    ["observed", job, token_ids] or ["ended", job, reward, info]
-    ["decode", job, token_ids]                 ["answer", job, text]
+    ["reference", job, [stream, index]]        ["answer", job, token_ids]
     ["close", job]                             none
     ["stop"]                                   none; the worker ends
 
