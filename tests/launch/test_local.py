@@ -759,7 +759,7 @@ def test_a_disk_that_fills_up_is_told_with_what_waits_and_again_when_there_is_sp
     ],
 )
 def test_a_terminal_that_is_gone_costs_nothing(tmp_path: Path, redirection: str, out: str, err: str) -> None:
-    rows = "\nfor step in range(3):\n    time.sleep(0.2); row(step=step)\n(home / 'stop').touch()\n"
+    rows = "\nfor step in range(3):\n    time.sleep(0.1); row(step=step)\n(home / 'stop').touch()\n"
     with started(tmp_path / "run", orchestrator=rows, redirection=redirection) as run:
         code, said, errors = run.wait()
         run.nothing_left()
