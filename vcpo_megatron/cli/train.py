@@ -116,7 +116,7 @@ def _fresh(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[str]
 
 
 def _resumed(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[str]]:
-    from ..launch.resume import changes, ignored_changes, resumed_config
+    from ..launch.resume import beyond_schedule, changes, ignored_changes, resumed_config
     from ..launch.workspace import newest_run_directory
     from ..run.directory import RunDirectory
 
@@ -125,7 +125,7 @@ def _resumed(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[st
     ignored = ignored_changes(config, args.config, args.overrides)
     text = f"resuming with {directory.resolved}; {args.config} differs in {', '.join(ignored)}: not used"
     changed = [f"the resume changes {change}" for change in changes(directory, config)]
-    return directory, config, [*([text] if ignored else []), *changed]
+    return directory, config, [*([text] if ignored else []), *changed, *beyond_schedule(config)]
 
 
 def _say_nothing(line: str) -> None:
