@@ -12,7 +12,13 @@ import pytest
 from tests.cli.commands import done, store
 from vcpo_megatron.config.load import dump_resolved, load_config, load_resolved, written
 from vcpo_megatron.config.schema import RunConfig
-from vcpo_megatron.launch.resume import CHANGEABLE_ON_RESUME, changes, ignored_changes, resumed_config
+from vcpo_megatron.launch.resume import (
+    CHANGEABLE_ON_RESUME,
+    beyond_schedule,
+    changes,
+    ignored_changes,
+    resumed_config,
+)
 from vcpo_megatron.launch.start import settled
 from vcpo_megatron.run.directory import RunDirectory
 from vcpo_megatron.run.errors import ConfigError
@@ -218,3 +224,7 @@ def test_what_was_fixed_is_no_difference_to_the_file(toml: Path, tmp_path: Path)
 def test_a_longer_run_keeps_its_schedule(directory: RunDirectory) -> None:
     config = resumed_config(directory, ["train.steps=500"])
     assert config.train.steps == 500 and config.optimizer.schedule_steps == 50
+    (line,) = beyond_schedule(config)
+    assert "ends with step 49" in line and line.endswith("later steps are taken at optimizer.min_lr = 0")
+    assert beyond_schedule(resumed_config(directory, ["train.steps=500", "optimizer.schedule_steps=500"])) == []
+    assert beyond_schedule(resumed_config(directory, [])) == []

@@ -120,7 +120,7 @@ def _fresh(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[str]
 
 
 def _resumed(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[str]]:
-    from ..launch.resume import changes, ignored_changes, resumed_config
+    from ..launch.resume import beyond_schedule, changes, ignored_changes, resumed_config
     from ..launch.workspace import newest_run_directory
     from ..run.directory import RunDirectory
     from ..run.errors import ConfigError
@@ -132,7 +132,7 @@ def _resumed(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[st
     ignored = ignored_changes(config, args.config, args.overrides) if args.config else []
     text = f"resuming with {directory.resolved}; {args.config} differs in {', '.join(ignored)}: not used"
     changed = [f"the resume changes {change}" for change in changes(directory, config)]
-    return directory, config, [*([text] if ignored else []), *changed]
+    return directory, config, [*([text] if ignored else []), *changed, *beyond_schedule(config)]
 
 
 def _plan(directory: RunDirectory, config: RunConfig, *, resume: bool, dry_run: bool) -> Plan:

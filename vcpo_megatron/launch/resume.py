@@ -128,6 +128,17 @@ def changes(directory: RunDirectory, config: RunConfig) -> list[str]:
     return [f"{key}: {_shown(before[key])} -> {_shown(after[key])}" for key in after if after[key] != before[key]]
 
 
+def beyond_schedule(config: RunConfig) -> list[str]:
+    """A line where steps are left that the schedule does not reach: it has its length from the start of the run."""
+    chosen, steps = config.optimizer, config.train.steps
+    if chosen.schedule == "constant" or chosen.schedule_steps is None or chosen.schedule_steps >= steps:
+        return []
+    return [
+        f"the schedule ends with step {chosen.schedule_steps - 1} (optimizer.schedule_steps), and train.steps = "
+        f"{steps}: later steps are taken at optimizer.min_lr = {chosen.min_lr:g}"
+    ]
+
+
 def _checkpoint_to_resume_from(directory: RunDirectory, wanted: int | None) -> int | None:
     """The checkpoint that a resume goes back to, None where there was none; ConfigError when it is not there."""
     try:

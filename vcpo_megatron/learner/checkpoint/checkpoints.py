@@ -12,7 +12,6 @@ saved them. Nothing in a step draws from them (there is no dropout), so another 
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
 import time
 from dataclasses import dataclass
@@ -171,12 +170,10 @@ class Checkpoints:
         finish_loading(self._trainable.optimizer)
 
     def _say_rate(self, step: int, before: float) -> None:
-        """The learning rate of the next step, and that which the checkpoint was saved with where it is another."""
+        """The learning rate of the next step, and ``before``, that which the checkpoint was saved with for it."""
         now = self._trainable.scheduled_learning_rate()
         if self._parallel.rank == 0:
-            text = f"learning rate of step {step}: {now:g}"
-            changed = not math.isclose(now, before, rel_tol=1e-9)
-            print(f"{NOTE_PREFIX}{text}, before this resume {before:g}" if changed else text, flush=True)
+            print(f"{NOTE_PREFIX}learning rate of step {step}: {now:g}, before this resume {before:g}", flush=True)
 
     def _compare(self, path: Path, saved: dict[str, Any]) -> None:
         """CheckpointError when the model of this run is not that of checkpoint ``path``, by its facts ``saved``."""
