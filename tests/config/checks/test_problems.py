@@ -76,6 +76,8 @@ GOOD_LIMITS = [
     [("optimizer.schedule", "wsd"), ("optimizer.decay_steps", 7), ("optimizer.warmup_steps", 3)],
     [("rollout.port", 5000), ("rollout.servers", 2), ("launch.master_port", 5002), ("launch.control_port", 4999)],
     [("rollout.port", 65535)],
+    [("environment.episode_timeout_s", 599.9), ("environment.workers", 256), ("environment.worker_memory_gb", 0.1)],
+    [("environment.episode_timeout_s", 600.0), ("staleness.lag", "exact")],
 ]
 
 
@@ -89,6 +91,7 @@ ROUTED = [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), 
 
 #: What is wrong, and the key with its value that the problem names; the whole lines are in golden/messages.json.
 BAD = [
+    ([("environment.episode_timeout_s", 600.0)], "environment.episode_timeout_s = 600"),
     ([("parallel.context", 2)], "launch.learner_ranks = 1"),
     ([("parallel.expert", 2), ("launch.learner_ranks", 2)], "parallel.expert = 2"),
     ([("parallel.expert_tensor", 2), ("launch.learner_ranks", 2)], "parallel.expert_tensor = 2"),
