@@ -30,13 +30,15 @@ async def run_beside(main: Coroutine[Any, Any, _T], *others: Coroutine[Any, Any,
 
 
 async def run_all(*loops: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Run ``loops`` to their ends and return their results; the first error ends all and is raised as it is."""
+    """Run ``loops`` to their ends and return their results; the first error ends all and is raised as it is: of several
+    that come together that of the earliest in ``loops``."""
     tasks = [asyncio.ensure_future(loop) for loop in loops]
     try:
         if tasks:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    task.result()
         return [task.result() for task in tasks]
     finally:
         await cancel(*tasks)

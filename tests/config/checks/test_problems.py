@@ -81,6 +81,8 @@ GOOD_LIMITS = [
         [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",)), ("launch.address", address)]
         for address in ("trainer", "trainer.cluster.local.", "10.1.2.3", "fd00::7", "node_7", "7-head.8")
     ),
+    [("environment.episode_timeout_s", 599.9), ("environment.workers", 256), ("environment.worker_memory_gb", 0.1)],
+    [("environment.episode_timeout_s", 600.0), ("staleness.lag", "exact")],
 ]
 
 
@@ -96,6 +98,7 @@ JOINED = [("rollout.engine", "sglang"), ("rollout.addresses", ("http://a:1",))]
 
 #: What is wrong, and the key with its value that the problem names; the whole lines are in golden/messages.json.
 BAD = [
+    ([("environment.episode_timeout_s", 600.0)], "environment.episode_timeout_s = 600"),
     ([("parallel.context", 2)], "launch.learner_ranks = 1"),
     ([("parallel.expert", 2), ("launch.learner_ranks", 2)], "parallel.expert = 2"),
     ([("parallel.expert_tensor", 2), ("launch.learner_ranks", 2)], "parallel.expert_tensor = 2"),

@@ -68,6 +68,8 @@ async def commit(fault: str) -> None:
             print(9**9**9)
         case "sleep":
             time.sleep(1000.0)
+        case "nap":
+            await asyncio.sleep(0.2)
         case "late":
             time.sleep(0.7)
         case "memory":

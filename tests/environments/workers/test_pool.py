@@ -51,6 +51,7 @@ FAULTS = {
     21: ("step", "cancel-self"),
     22: ("train_example", "raise"),
     23: ("train_example", "compute"),
+    24: ("step", "nap"),
 }
 SETTINGS = {str(index): {call: fault} for index, (call, fault) in FAULTS.items()}
 
@@ -155,6 +156,16 @@ def test_what_an_episode_does_fails_it_alone_and_its_worker_lives(running: Runni
     assert isinstance(failure, EpisodeFailure) and str(failure).startswith(message) and failure.blame == "own"
     assert all(isinstance(other, Outcome) for other in others)
     assert pids(running.pool) == before
+
+
+def test_the_time_in_which_another_one_computes_is_given_back(running: Running) -> None:
+    """For longer than the limit, in both workers; the others wait for something meanwhile."""
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(play(running.pool, index) for index in (24, 24, 20, 20, 24, 24)))
+
+    ends = running.do(together())
+    assert [type(end) for end in ends] == [Outcome, Outcome, EpisodeFailure, EpisodeFailure, Outcome, Outcome]
 
 
 @pytest.mark.parametrize("index", [15, 19])

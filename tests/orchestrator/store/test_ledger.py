@@ -153,6 +153,7 @@ def test_the_prompt_of_an_expired_group_is_the_next_one_the_oldest_first() -> No
         for group_id in (5, 6):
             ledger.expire(group_id)
         # the store has not answered
+        assert ledger.cursor.ahead(4) == [12, 17, 30, 40] and ledger.cursor.ahead(2) == [12, 17]
         assert [ledger.cursor.take() for _ in range(4)] == [(9, 12), (10, 17), (11, 30), (12, 40)]
 
     asyncio.run(main())

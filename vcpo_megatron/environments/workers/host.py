@@ -42,8 +42,11 @@ _MESSAGE_LENGTH = 1000
 @dataclass(eq=False)
 class _Job:
     """``left_s``: seconds that it still has in a user's code; ``deadline``: the end of them in this call.
+
     ``held_s``: seconds for which it held the event loop, a long while at a time; ``lost_s``: for which others did, as
-    far as that is given back. ``over``: nobody waits for a reply any more."""
+    far as it is known here; ``given_s``: of these, what was added to its deadlines. ``runs``: its call has begun.
+    ``over``: nobody waits for a reply any more.
+    """
 
     number: int
     left_s: float
@@ -52,8 +55,10 @@ class _Job:
     deadline: float = 0.0
     held_s: float = 0.0
     lost_s: float = 0.0
+    given_s: float = 0.0
     timer: asyncio.TimerHandle | None = None
     task: asyncio.Task[None] | None = None
+    runs: bool = False
     over: bool = False
 
 
@@ -142,6 +147,7 @@ class EnvironmentHost:
 
     def _enter(self, job: _Job, phase: str) -> None:
         """The job's next call into a user's code; BadValue when the one before computed to beyond the deadline."""
+        self._give_back(job)
         if time.monotonic() > job.deadline:
             raise values.BadValue(timed_out(job.phase, self._limit_s))
         job.phase = phase
@@ -205,12 +211,14 @@ class EnvironmentHost:
     # --- the boundary -------------------------------------------------------------------------
 
     def _begin(self, job: _Job, work: Coroutine[Any, Any, Message]) -> None:
+        job.runs = False
         job.task = self._loop.create_task(self._run(job, work))
 
     async def _run(self, job: _Job, work: Coroutine[Any, Any, Message]) -> None:
         """Run one call of a job and answer it."""
         if job.over:
             return work.close()
+        job.runs = True
         job.deadline = time.monotonic() + job.left_s
         job.lost_s = self._held_s - job.held_s
         job.timer = self._loop.call_later(job.left_s, self._too_late, job)
@@ -240,8 +248,10 @@ class EnvironmentHost:
         """What ``work`` returns, or raises; whenever its code runs, the page of memory says so."""
         value, error = None, None
         while True:
-            self._activity.enter(job.number, job.phase, job.deadline)
             entered = time.monotonic()
+            self._give_back(job)
+            deadline = entered + self._limit_s if job.over else job.deadline
+            self._activity.enter(job.number, job.phase, deadline)
             try:
                 awaited = work.send(value) if error is None else work.throw(error)
             except StopIteration as end:
@@ -259,10 +269,12 @@ class EnvironmentHost:
                 value, error = None, thrown
 
     def _give_back(self, job: _Job) -> None:
-        """Add the time to a job's deadline in which others held the event loop, but no more than a whole limit."""
+        """Add the time to a job's deadline in which others held the event loop, but a whole limit at most."""
         lost = self._held_s - job.held_s
-        job.deadline += min(lost - job.lost_s, self._limit_s)
+        given = min(lost - job.lost_s, self._limit_s - job.given_s)
         job.lost_s = lost
+        job.given_s += given
+        job.deadline += given
 
     def _too_late(self, job: _Job) -> None:
         if job.over:
@@ -284,7 +296,7 @@ class EnvironmentHost:
         if job.timer is not None:
             job.timer.cancel()
         current = asyncio.current_task(self._loop)
-        running = job.task if job.task is not None and job.task is not current and not job.task.done() else None
+        running = job.task if job.runs and job.task is not current else None
         if running is not None:
             running.cancel()
         if running is not None or job.episode is not None:
@@ -293,7 +305,7 @@ class EnvironmentHost:
             task.add_done_callback(self._closing.discard)
 
     async def _dismiss(self, job: _Job, running: asyncio.Task[None] | None) -> None:
-        if running is not None:
+        if running is not None and not running.done():
             _, stuck = await asyncio.wait([running], timeout=CANCEL_S)
             if stuck:
                 print(f"{job.phase} goes on {CANCEL_S:g} s after its cancellation; nobody hears it", flush=True)
