@@ -338,6 +338,7 @@ class FakeLearner(threading.Thread):
         self.error_at: int | None = None
         self.silent_at: int | None = None
         self.skips: set[int] = set()
+        self.vanished: set[int] = set()  # steps whose weights are all 0
         self.long_steps: set[int] = set()  # steps that take ``long_s``
         self.long_s = 60.0
         self.may_leave = True
@@ -429,10 +430,12 @@ class FakeLearner(threading.Thread):
             for group in batch.groups
             for t in group.trajectories
         )
-        skipped = "non-finite step" if batch.step in self.skips else ""
+        vanished = batch.step in self.vanished
+        skipped = "non-finite step" if batch.step in self.skips else "vanishing weights" if vanished else ""
         first = self.first_ess_ratio if batch.step == 0 else None
         ess_ratio = self.ess_ratio if first is None else first
         metrics = {"loss": 0.5, "ess/ratio": ess_ratio, "time/forward_backward": 0.1}
+        metrics["weight/mean"] = 0.0 if vanished else 1.0
         client.send(StepDone(StepResult(batch.step, self.version, skipped, metrics, results)))
         self._weights(client)
 

@@ -202,6 +202,21 @@ def test_a_skipped_step_counts_and_drops_its_trajectories(tmp_path: Path) -> Non
     assert rows[-1]["rollouts/trained"] == 5 * 4
 
 
+def test_steps_of_vanishing_weights_are_named_and_warned_of_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = FakeRun(tmp_path, config())
+    run.learner.vanished = {2, 3}
+    run.run()
+    assert [row["step/skipped"] for row in run.rows()] == [0, 0, 1, 1, 0, 0]
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if "was skipped" in line] == [
+        f"step {n} was skipped: vanishing weights" for n in (2, 3)
+    ]
+    (warning,) = [line for line in said if line.startswith("vcpo: warning: step ")]
+    assert "step 2: the importance weights are 0 on average (weight/mean)" in warning
+
+
 def test_ten_skipped_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
     """Nine do not, when the tenth is taken; the tenth's row and marks are written before the run ends."""
     run = FakeRun(tmp_path, config(train={"steps": 40}))
