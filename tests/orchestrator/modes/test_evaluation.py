@@ -17,6 +17,7 @@ from vcpo_megatron.observability.sinks import JsonlSink
 from vcpo_megatron.orchestrator.modes.evaluation import evaluating_servers, mean_reward
 from vcpo_megatron.orchestrator.modes.metrics_log import MetricsLog, evaluated_versions, start_of_log
 from vcpo_megatron.transport.messages import ControlError
+from vcpo_megatron.types import PolicyVersion
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -104,7 +105,7 @@ def test_training_goes_on_during_an_evaluation_and_the_server_keeps_the_pinned_v
     cfg = config(train={"steps": 10, "eval_every": 8}, staleness={"max_staleness": 3})
     run = FakeRun(tmp_path, cfg, environment=Environment(), during=during)
     assert run.run() == "run ended"
-    assert during_evaluation == [(4, (1, 0))]  # what version 0 may still be trained on: steps 0..3
+    assert during_evaluation == [(4, PolicyVersion(1, 0))]  # what version 0 may still be trained on: steps 0..3
     assert max(run.staleness()) == 3
 
 
