@@ -23,6 +23,7 @@ from vcpo_megatron.orchestrator.store.records import HeldOutSample
 from vcpo_megatron.orchestrator.store.schema import StoreError
 from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.transport.messages import ControlError
+from vcpo_megatron.types import PolicyVersion
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -110,7 +111,7 @@ def test_training_goes_on_during_an_evaluation_and_the_server_keeps_the_pinned_v
     cfg = config(train={"steps": 10, "eval_every": 8}, staleness={"max_staleness": 3})
     run = FakeRun(tmp_path, cfg, environment=Environment(), during=during)
     assert run.run() == "run ended"
-    assert during_evaluation == [(4, (1, 0))]  # what version 0 may still be trained on: steps 0..3
+    assert during_evaluation == [(4, PolicyVersion(1, 0))]  # what version 0 may still be trained on: steps 0..3
     assert max(run.staleness()) == 3
 
 

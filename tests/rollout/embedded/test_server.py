@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.rollout.conftest import VOCABULARY
 from tests.rollout.raw_http import post, wait_until
+from vcpo_megatron.rollout.client import http as client_module
 from vcpo_megatron.rollout.client.http import ServerClient, ServerError
 from vcpo_megatron.rollout.client.protocol import SamplingParams, Span
+from vcpo_megatron.rollout.client.replies import UnsupportedServer
 
 pytestmark = pytest.mark.timeout(300)  # longer than a server may take to start, and a scenario after it
 
@@ -156,17 +159,54 @@ def test_an_update_without_tensors_changes_nothing(server: Any) -> None:
 
 
 def test_request_id_in_use(use: Callable[..., Any], server: Any) -> None:
+    """A request whose connection was lost may still run: the next try has a name of its own."""
+    body = {"input_ids": PROMPT, "sampling_params": LONG.to_json(), "return_logprob": True}
+
     async def scenario(client: ServerClient) -> None:
         await client.pause("in_place")
-        first = asyncio.create_task(client.generate(PROMPT, LONG, "same"))
+        first = asyncio.create_task(asyncio.to_thread(post, server.url, "/generate", {**body, "rid": "same"}))
         await asyncio.to_thread(wait_until, server.url, lambda running, waiting: waiting == 1)
-        with pytest.raises(ServerError, match="'same' is already in use"):
-            await client.generate(PROMPT, LONG, "same")
-        await client.abort("same")
-        assert (await first).output_ids == ()
+        status, reply = await asyncio.to_thread(post, server.url, "/generate", {**body, "rid": "same"})
+        assert status == 400 and "'same' is already in use" in reply["message"]
+        tries = [asyncio.create_task(client.generate(PROMPT, LONG, "same")) for _ in range(2)]
+        await asyncio.to_thread(wait_until, server.url, lambda running, waiting: waiting == 3)
+        await client.abort("same")  # of this client
+        assert [(await each).output_ids for each in tries] == [(), ()]
+        assert post(server.url, "/abort_request", {"rid": "same"})[0] == 200
+        assert (await first)[1]["output_ids"] == []
         await client.resume()
 
     use(scenario)
+
+
+def test_a_server_that_a_run_uses_is_not_taken_over_by_another(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "LEFTOVER_S", 0.2)
+    first, second = (ServerClient(server.url, VOCABULARY, 30.0, run=run) for run in ("3f9a21c0", "00c12a9f"))
+
+    async def scenario() -> None:
+        assert post(server.url, "/update_weight_version", {"new_version": "3f9a21c0.1.7"})[0] == 200
+        await first.pause("in_place")  # so that the answer takes as long as it should
+        answer = asyncio.create_task(first.generate(PROMPT, LONG, "long"))
+        await asyncio.to_thread(wait_until, server.url, lambda running, waiting: waiting == 1)
+        with pytest.raises(UnsupportedServer, match="is used by another run, 3f9a21c0"):
+            await second.adopt()
+        await first.resume()
+        assert {span.version for span in (await answer).spans} == {"3f9a21c0.1.7"}
+        assert await first.adopt() is None  # its own, after a crash
+        assert post(server.url, "/update_weight_version", {"new_version": "3f9a21c0.1.7"})[0] == 200
+        assert await second.adopt() == "3f9a21c0"  # which asks it nothing any more
+        assert (await second.model_info())["weight_version"] == "unknown"
+
+    async def bounded() -> None:
+        try:
+            async with asyncio.timeout(60):
+                await scenario()
+        finally:
+            post(server.url, "/update_weight_version", {"new_version": "0"})
+            for client in (first, second):
+                await client.close()
+
+    asyncio.run(bounded())
 
 
 # ---------------------------------------------------------------- abort and pause

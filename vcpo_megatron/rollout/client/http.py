@@ -15,7 +15,7 @@ import math
 import resource
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import aiohttp
@@ -107,6 +107,7 @@ class ServerClient:
         self.run = run
         self._asks_as = f"{run or 'vcpo'}-{secrets.token_hex(4)}"
         self._tries = itertools.count(1)
+        self._in_flight: dict[str, str] = {}  # name of a try -> its request
         self.cache_key: str | None = None
         self.info = ServerInfo()
         #: Whether the server brackets updates by begin and end; servers before SGLang 0.5.21 do not.
@@ -118,8 +119,9 @@ class ServerClient:
     async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, rid: str) -> GenerateResult:
         """One answer to one prompt."""
         self._check_prompt(input_ids, sampling)
-        body = protocol.generate_body(input_ids, sampling, self._request_id(rid), self.cache_key)
-        reply = await self._post(protocol.GENERATE, body | self._routing_options)
+        with self._tried([rid]) as (own,):
+            body = protocol.generate_body(input_ids, sampling, own, self.cache_key)
+            reply = await self._post(protocol.GENERATE, body | self._routing_options)
         result = self._parsed(protocol.GENERATE, replies.parse_generate, reply, self.vocab_size, sampling)
         return self._with_experts(result, reply, input_ids)
 
@@ -130,17 +132,24 @@ class ServerClient:
         rids: Sequence[str] | None = None,
     ) -> list[GenerateResult]:
         """Answers to an ordered list of prompts, submitted as one request."""
-        ids = None if rids is None else [self._request_id(rid) for rid in rids]
-        body = protocol.generate_batch_body(prompts, samplings, ids, self.cache_key)
-        for prompt, sampling in zip(prompts, samplings, strict=True):
-            self._check_prompt(prompt, sampling)
-        reply = await self._post(protocol.GENERATE, body | self._routing_options)
+        with self._tried(rids or ()) as own:
+            body = protocol.generate_batch_body(prompts, samplings, own or None, self.cache_key)
+            for prompt, sampling in zip(prompts, samplings, strict=True):
+                self._check_prompt(prompt, sampling)
+            reply = await self._post(protocol.GENERATE, body | self._routing_options)
         found = self._parsed(protocol.GENERATE, replies.parse_generate_batch, reply, samplings, self.vocab_size)
         return [self._with_experts(*one) for one in zip(found, reply, prompts, strict=True)]
 
-    def _request_id(self, rid: str) -> str:
-        """What this try of request ``rid`` is called: no other try, attempt or run has the name."""
-        return f"{self._asks_as}/{rid}/{next(self._tries)}"
+    @contextlib.contextmanager
+    def _tried(self, rids: Sequence[str]) -> Iterator[list[str]]:
+        """What this try of requests ``rids`` is called: no other try, attempt or run has the names."""
+        names = [f"{self._asks_as}/{rid}/{next(self._tries)}" for rid in rids]
+        self._in_flight.update(zip(names, rids, strict=True))
+        try:
+            yield names
+        finally:
+            for name in names:
+                del self._in_flight[name]
 
     @property
     def _routing_options(self) -> dict[str, Any]:
@@ -161,8 +170,9 @@ class ServerClient:
         return self._parsed(protocol.GENERATE, replies.parse_score, reply, tokens, self.vocab_size)
 
     async def abort(self, rid: str | None = None) -> None:
-        """Ends request ``rid`` (None: every request) with what it has sampled."""
-        await self._post(protocol.ABORT_REQUEST, protocol.abort_body(rid))
+        """Ends request ``rid`` of this client (None: every request of anyone) with what it has sampled."""
+        for name in [None] if rid is None else [name for name, of in self._in_flight.items() if of == rid]:
+            await self._post(protocol.ABORT_REQUEST, protocol.abort_body(name))
 
     # ------------------------------------------------------------ control
 
