@@ -28,10 +28,8 @@ from benchmarks.tool import run_tool  # noqa: E402
 #: The least share of mutants that die.
 SHARE = 0.9
 
-#: One layout for each kind of parallelism through which norms of trajectories are reduced.
-_STEP = "tests/learner/test_layouts.py::test_step_equals_the_oracle"
-LAYOUTS = tuple(f"{_STEP}[{name}]" for name in ("single", "tp2 sp tied", "pp2 vpp2 tied", "dp2 overlapped deferred"))
-EXPERT_LAYOUTS = tuple(f"{_STEP}[{name}]" for name in ("cp2", "moe ep2"))
+#: Every kind of parallelism and of layer against the oracle, and the losses of whole packs.
+STEP = ("tests/learner/test_layouts.py", "tests/learner/moe")
 
 AREAS = (
     Area("algorithm", 60, ("vcpo_megatron/algorithm/*.py",), ("tests/algorithm",)),
@@ -39,9 +37,9 @@ AREAS = (
         "gradients",
         80,
         ("vcpo_megatron/learner/gradients/*.py",),
-        ("tests/learner/gradients", *LAYOUTS, *EXPERT_LAYOUTS),
+        ("tests/learner/gradients", *STEP),
     ),
-    Area("step", 70, ("vcpo_megatron/learner/step/*.py",), ("tests/learner/step", *LAYOUTS)),
+    Area("step", 70, ("vcpo_megatron/learner/step/*.py",), ("tests/learner/step", *STEP)),
     Area(
         "staleness",
         25,

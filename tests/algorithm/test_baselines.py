@@ -173,7 +173,7 @@ def test_no_constant_on_a_grid_beats_opob():
 def test_leave_one_out_means():
     assert leave_one_out(tensor(1, 0, 2)).values.tolist() == pytest.approx([1.0, 1.5, 0.5])
     assert leave_one_out(tensor(0.1, 0.1, 0.1)).values.tolist() == [0.1] * 3
-    assert leave_one_out(tensor(3)).fallbacks == 1
+    assert leave_one_out(tensor(3)).fallbacks == 1 and leave_one_out(tensor(1, 0, 2)).fallbacks == 0
 
 
 def test_baselines_by_name():

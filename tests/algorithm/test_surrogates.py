@@ -68,6 +68,12 @@ def test_gspo() -> None:
     close(gspo(t, advantages(1, -1, 3), bounds)[:6], 0, 0, 0, 0, 3, 3)
 
 
+def test_a_trajectory_without_tokens_here_spoils_no_other() -> None:
+    """A rank of context parallelism may hold none of its sampled tokens."""
+    t = TokenTerms(torch.tensor([0.0, 2.0]).double(), torch.tensor([True, False]), torch.tensor([0, 1]), 2)
+    close(gspo(t, advantages(3, 1), Bounds(8.0, 0.9, 1.1))[:1], 3)
+
+
 def test_m2po_drops_the_largest_until_the_mean_square_is_small() -> None:
     logs = torch.tensor([0.1, -0.2, 0.3, 1.0], dtype=torch.float64)
     # sorted squares .01 .04 .09 1: means .01 .025 .0467 .285

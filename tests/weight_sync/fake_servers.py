@@ -38,6 +38,7 @@ class DistributedLearner:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.reasons: list[str] = []  # for which sending was stopped
         self.answer: Callable[[Any], None] = lambda message: None
         self.sizes: dict[str, int] = {}
         self.members: dict[str, set[int]] = {}
@@ -54,7 +55,8 @@ class DistributedLearner:
                     self.answer(GroupOpened(name, "127.0.0.1", 9, "gloo"))
             case SendWeights(name, version):
                 self.answer(WeightsSent(name, version, self.sums))
-            case StopSending():
+            case StopSending(reason):
+                self.reasons.append(reason)
                 self.drop(ServerError(URL, "/update", 400, "connection closed by peer"))
             case ReleaseWeights(version):
                 self.log[-1] = f"release {version}"
@@ -199,6 +201,7 @@ class TensorLearner:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.reasons: list[str] = []  # for which sending was stopped
         self.answer: Callable[[Any], None] = lambda message: None
         self.most = 0
         self._name, self._version, self._sent, self._taken = "", PolicyVersion(1, 0), 0, 0
@@ -211,7 +214,8 @@ class TensorLearner:
             case BucketTaken(name, number):
                 assert (name, number) == (self._name, self._taken)
                 self._taken += 1
-            case StopSending():
+            case StopSending(reason):
+                self.reasons.append(reason)
                 self.log.append("stop")
                 self._name = ""
             case ReleaseWeights(version):

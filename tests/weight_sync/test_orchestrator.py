@@ -33,16 +33,19 @@ pytestmark = pytest.mark.timeout(30)
 
 @TRANSPORTS
 def test_a_bucket_refused_by_one_server_again_and_again_ends_the_run_naming_it(harness: Any, weights: Any) -> None:
+    reasons: list[str] = []
+
     async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: Any) -> None:
         async def refuse(number: int) -> None:
             raise ServerError(URL, "/update", 400, "shape mismatch")
 
-        clients[1].bucket_fault = refuse
+        clients[1].bucket_fault, sender.reasons = refuse, reasons
         sync.offer(weights(0))
         await asyncio.sleep(10)
 
     with pytest.raises(SyncError, match=r"rollout server 1 refused weights 1\.0 twice: .*shape mismatch"):
         harness(work)
+    assert reasons and all("shape mismatch" in reason for reason in reasons)
 
 
 @TRANSPORTS

@@ -3,6 +3,7 @@ fp64 oracles in ``test_methods``."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,3 +58,38 @@ def test_the_proxy_waits_for_the_whole_group() -> None:
     passes.terms.observer(state, packs[1], torch.zeros(0), torch.zeros(0))
     assert state.baseline.tolist() == pytest.approx([4 / 6] * 3 + [0.75] * 2)  # p = 4/6, 1/6, 1/6
     assert not state.has_norm.any()  # an estimate is no norm
+
+
+LOG_RATIOS = (0.0, 3.0, -1.0)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "log_u"),
+    [
+        ({"method": "vcpo"}, (0.0, 3.0, -1.0)),
+        ({"method": "vcpo", "opob_weights": "truncated", "is_threshold": 8.0}, (0.0, math.log(8), -1.0)),
+        ({"method": "vcpo", "is_level": "token"}, (0.0, 0.0, 0.0)),
+        ({"method": "vcpo", "is_level": "none"}, (0.0, 0.0, 0.0)),
+    ],
+)
+def test_weights_of_the_trajectory_are_in_a_baseline_and_those_of_tokens_in_the_norms(
+    algorithm: dict[str, Any], log_u: tuple[float, ...]
+) -> None:
+    rewards, norms = (1.0, 0.0, 2.0), (0.5, 1.0, 0.25)
+    state = state_of(rewards)
+    state.log_ratio[:] = torch.tensor(LOG_RATIOS).double()
+    objective = Objective(AlgorithmConfig.model_validate(algorithm))
+    objective.set_baselines(state, [0, 1, 2], torch.tensor(norms).double())
+    terms = [math.exp(2 * u) * norm**2 for u, norm in zip(log_u, norms, strict=True)]
+    expected = sum(term * reward for term, reward in zip(terms, rewards, strict=True)) / sum(terms)
+    assert state.baseline.tolist() == pytest.approx([expected] * 3)
+    assert not state.fell_back.any()
+    objective.set_baselines(state, [0, 1, 2], torch.zeros(3).double())
+    assert state.baseline.tolist() == pytest.approx([1.0] * 3) and state.fell_back.all()
+
+
+def test_padding_has_a_coefficient_of_0() -> None:
+    (group,) = samples_of_groups((1.0, 0.0))
+    state, pack = state_of((1.0, 0.0)), make_pack(group, Share(multiple=8), torch.device("cpu"))
+    objective = Objective(AlgorithmConfig.model_validate({"method": "vcpo", "baseline": "group_mean"}))
+    assert objective.token_coefficients(state, pack, torch.zeros(8)).tolist() == [1.0, 1.0, -1.0, -1.0] + [0.0] * 4

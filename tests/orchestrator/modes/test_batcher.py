@@ -206,6 +206,19 @@ def test_a_group_admitted_during_the_wait_gets_its_full_time() -> None:
     assert batcher.poll().expired == (1,)
 
 
+def test_it_looks_again_when_the_next_of_several_waits_ends() -> None:
+    batcher, clock = make(1, 1, version=3)
+    batcher.admit(0, 3)
+    assert batcher.poll().waits_for == (0,)
+    clock.now = 5.0
+    batcher.admit(1, 3)
+    batcher.admit(2, 4)
+    batcher.complete(2, 4)
+    clock.now = 10.5  # the wait for 0 ended half a second ago
+    poll = batcher.poll()
+    assert (poll.batch, poll.waits_for, poll.retry_s) == (None, (0, 1), 4.5)
+
+
 def test_after_the_wait_it_goes_on_without_what_is_due_later() -> None:
     batcher, clock = make(1, 1, version=3)
     for group_id, loaded in ((0, 3), (1, 3), (2, 4)):

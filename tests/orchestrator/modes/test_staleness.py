@@ -335,8 +335,11 @@ def test_what_is_not_finite_counts_as_none_and_the_state_comes_back() -> None:
     smaller = Pacer(2, 0.9)
     smaller.restore({"lag": 5, "on_policy": 0.9, "average": 1.0, "until_change": 0})
     assert smaller.lag == 2
-    with pytest.raises(ValueError, match="target = 1.5"):
-        Pacer(2, 1.5)
+    for target in (1.5, 1.0, 0.0, -0.5):
+        with pytest.raises(ValueError, match=f"target = {target}"):
+            Pacer(2, target)
+    with pytest.raises(ValueError, match="max_lag = -1"):
+        Pacer(-1, 0.5)
 
 
 @pytest.mark.parametrize(("mismatch", "target"), [(0.9, 0.9), (0.9, 0.95), (0.4, 0.5), (0.05, 0.6)])

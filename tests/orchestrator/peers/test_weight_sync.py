@@ -108,7 +108,9 @@ def with_sync(
 
 def test_the_calls_come_in_the_order_of_the_protocol() -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        assert sync.newest is None
         sync.offer(weights(version(0)))
+        assert sync.newest == version(0)
         await sync.all_loaded(0)
         assert clients[0].events == [
             "start",

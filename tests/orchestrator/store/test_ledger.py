@@ -197,3 +197,6 @@ def test_a_resumed_ledger_holds_what_the_store_holds(store: RolloutStore) -> Non
     assert ledger.cursor.requeue == [7]  # position 1 goes on
     finish(ledger, 1)
     assert [group.group_id for group in store.complete_groups()] == [0, 1]
+    store.admit(2, "p2", 2, 3, V0)
+    again = GroupLedger.resumed(AtOnce(store), store.resume(0, keep_partial=False), requeue=[2, 7])
+    assert again.cursor.requeue == [2, 7]  # 2 is undone and waited as well: once
