@@ -147,11 +147,6 @@ class RemoteEnvironment:
         about = f"the reference answer of prompt {prompt.prompt_id}"
         return tuple(await self._ask("reference", [prompt.stream, prompt.index], about))
 
-    async def reference(self, prompt: Prompt) -> tuple[int, ...]:
-        """Tokens of an answer that the environment gives for right; none where it does not say. RunError."""
-        about = f"the reference answer of prompt {prompt.prompt_id}"
-        return tuple(await self._ask("reference", [prompt.stream, prompt.index], about))
-
     def episode(self, prompt: Prompt) -> RemoteEpisode:
         """See ``EnvironmentClient``."""
         return RemoteEpisode(prompt, self._new_job(), self._place)
