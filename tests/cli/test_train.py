@@ -221,7 +221,7 @@ def test_a_run_directory_says_all_that_a_resume_needs(
     store(Path("r"), toml, "train.seed=3")
     assert cli.main(["train", "--resume", "--run-dir", "r", "--set", "train.steps=9"]) == 7
     assert started[0]["config"] == load_config(toml, ["train.seed=3", "train.steps=9"])
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "vcpo: note: the resume changes train.steps: 5 -> 9\n"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_a_dry_run_names_the_checkpoint_that_it_would_start_from(
     start = ["train", str(toml), "--dry-run", "--set", "train.start_from=source"]
     assert cli.main(start) == 0
     newest = source.checkpoint(12).absolute()
-    assert capsys.readouterr().out.endswith(f"\nstarts from the weights of {newest}\n")
+    assert f"\nstarts from the weights of {newest}\n" in capsys.readouterr().out
     shutil.rmtree(source.checkpoint(12))
     assert cli.main(start) == 2 and started == []
     (line,) = errors(capsys)

@@ -127,7 +127,7 @@ def test_a_held_out_sample_fails_like_any_other(
 
 def test_a_run_in_which_every_episode_hangs_ends(tmp_path: Path) -> None:
     environment = FakeEnvironment(delay_s=lambda example: 1000.0)
-    run = FakeRun(tmp_path, config(environment={"episode_timeout_s": 0.05}), environment=environment)
+    run = FakeRun(tmp_path, config(environment={"episode_timeout_s": 0.1}), environment=environment)
     with pytest.raises(RunError, match="20 groups in a row, .*max_failure_ratio.*timed out: step did not return"):
         run.run()
 

@@ -320,8 +320,8 @@ def test_it_rests_between_target_and_margin(ratio: float, lag: int) -> None:
 def test_a_target_near_one_can_still_be_reached() -> None:
     """No ratio is above 1, whatever the margin over the target is."""
     pacer = Pacer(4, 0.95)
-    pacer.restore({"lag": 2, "average": 1.0, "until_change": 0})
-    pacer.observe(1.0)
+    pacer.restore({"lag": 2, "on_policy": None, "average": 1.0, "until_change": 0})
+    pacer.observe(1.0, on_policy=False)
     assert pacer.lag == 3
 
 
