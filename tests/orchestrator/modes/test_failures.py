@@ -359,7 +359,7 @@ def test_a_stop_does_not_wait_for_a_full_disk_and_a_resume_goes_on(
 # --- servers that are doubted -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", ["default", "1.99", "2.0"])
+@pytest.mark.parametrize("label", ["default", "1.99"])
 def test_what_a_server_says_wrong_of_its_weights_is_counted_against_no_prompt(tmp_path: Path, label: str) -> None:
     """It loses them now and then; a prompt that fails is set aside at once here, and ends its group."""
 
@@ -370,15 +370,15 @@ def test_what_a_server_says_wrong_of_its_weights_is_counted_against_no_prompt(tm
         async def generate(*request: Any) -> Any:
             nonlocal asked
             asked, result = asked + 1, await answer(*request)
-            return result if asked % 120 else replace(result, spans=(Span(0, len(result.output_ids), label),))
+            return result if asked not in (20, 60) else replace(result, spans=(Span(0, len(result.output_ids), label),))
 
         client.generate = generate  # type: ignore[method-assign]
 
-    cfg = config(train={"steps": 80}, rollout={"max_prompt_failures": 1})
+    cfg = config(train={"steps": 20}, rollout={"max_prompt_failures": 1})
     run = FakeRun(tmp_path, cfg, setup=setup)
     assert run.run() == "run ended"
     last = run.rows()[-1]
-    assert (last["rollouts/trained"], last["rollouts/failed"], last["rollouts/dropped"]) == (320, 0, 0)
+    assert (last["rollouts/trained"], last["rollouts/failed"], last["rollouts/dropped"]) == (80, 0, 0)
     assert all(
         version.attempt == 1
         for b in run.learner.batches
