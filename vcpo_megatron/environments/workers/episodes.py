@@ -15,14 +15,15 @@ from .messages import Message, MessageError
 
 #: A question that workers die of by another's fault is asked so often.
 TRIES = 3
+#: Jobs of a host that are known by what they are about.
+_REMEMBERED = 16384
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A question that has no reply yet; ``about``: the prompt that it is about, in words; ``asked``: when."""
+    """A question that has no reply yet; ``asked``: when, on the monotonic clock."""
 
     reply: asyncio.Future[Message]
-    about: str
     asked: float
 
 
@@ -42,17 +43,26 @@ class Conversation:
         self.waiting: dict[int, Waiting] = {}
         #: Episodes that have begun and have not ended.
         self.open: set[int] = set()
+        self._about: dict[int, str] = {}  # the latest jobs, in order
         self._over: str | None = None
 
     def ask(self, message: Message, about: str) -> asyncio.Future[Message]:
-        """The reply to ``message``, whose second item is its job; EpisodeFailure for one that failed."""
+        """The reply to ``message``, whose second item is its job; EpisodeFailure for one that failed. ``about``: its
+        prompt, in words."""
         reply: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         if self._over is not None:
             reply.set_exception(EpisodeFailure(self._over, "none"))
         else:
-            self.waiting[message[1]] = Waiting(reply, about, time.monotonic())
+            self.waiting[message[1]] = Waiting(reply, time.monotonic())
+            self._about[message[1]] = about
+            if len(self._about) > _REMEMBERED:
+                del self._about[next(iter(self._about))]
             self._send(message)
         return reply
+
+    def about(self, job: int) -> str | None:
+        """What a job was about, also of one that was given up: its host may still be busy with it."""
+        return self._about.get(job)
 
     def close(self, job: int) -> None:
         """Give an open episode up."""

@@ -187,14 +187,12 @@ class EnvironmentWorker:
         """Fail what still waited for it, each with its own share of the blame; one line for the log, and whether
         somebody is to blame."""
         doing, how = self.activity.read(), f"{self.name} {self._how()}"
-        waiting = self.conversation.waiting
-        culprit = doing.job if doing.job in waiting else 0
-        at = f" in {doing.phase}" if doing.phase else ""
-        line = f"{how}{at}{f' of {waiting[culprit].about}' if culprit else ''}; see {self.log}"
+        about = self.conversation.about(doing.job)
+        line = f"{how}{f' in {doing.phase} of {about}' if about else ''}; see {self.log}"
         for job, question in self.conversation.end(line).items():
-            blame: Blame = "own" if job == culprit else "none" if doing.job else "unknown"
+            blame: Blame = "own" if job == doing.job else "none" if doing.job else "unknown"
             settle(question, EpisodeFailure(self._reason(doing, line, blame), blame))
-        return line, culprit != 0
+        return line, doing.job != 0
 
     def _reason(self, doing: Doing, line: str, blame: Blame) -> str:
         if blame == "own" and self._killed is not None and doing.job:
