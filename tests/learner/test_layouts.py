@@ -14,6 +14,7 @@ import torch
 
 from tests.slow import Made, matrix
 from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.observability.metrics import METRICS
 from vcpo_megatron.types import Batch
 
 from .scenarios import Oracle, make_batch, make_config, make_model_folder, oracle_step
@@ -199,6 +200,7 @@ def assert_equals_the_oracle(outcome: dict[str, Any], oracle: Oracle) -> None:
     assert metrics["grad_norm/total"] == pytest.approx(oracle.total_norm, rel=1e-5)
     assert metrics["entropy"] == pytest.approx(oracle.entropy, rel=1e-5)
     assert metrics["baseline/fallbacks"] == 0
+    assert metrics.keys() <= METRICS.keys()
     largest = max(float(g.abs().max()) for g in oracle.gradients.values())
     for key, gradient in oracle.gradients.items():
         if key in outcome["gradients"]:

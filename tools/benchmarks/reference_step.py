@@ -38,7 +38,7 @@ class ReferenceStep:
         """One step with OPOB; ESS scaling, which costs nothing, is left out."""
         groups = batch_samples(batch)
         sampled = torch.tensor([sample.trajectory.num_sampled for group in groups for sample in group])
-        coefficients = normalization.token_coefficients("sequence_token_mean", sampled, 1)
+        coefficients = normalization.loss_coefficients("sequence_token_mean", sampled, 1)
         self._total = [torch.zeros_like(g) for g in self._gradients]
         self._sums = [torch.zeros_like(g) for g in self._gradients]
         for group in groups:

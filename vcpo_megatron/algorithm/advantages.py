@@ -1,8 +1,7 @@
-"""Centre and scale of a group's rewards (VCPO, arXiv 2602.17616; DESIGN "groups" and "gradient").
+"""Scale of a group's rewards (VCPO, arXiv 2602.17616; docs/method.md).
 
-The gradient of a group is sum_i (R_i - b) s_i / std. It is accumulated centred, as
-(R_i - m)/std s_i, and (b - m)/std times sum_i s_i is taken off once b is known: both factors come
-from the ``GroupScale``. The standard deviation is the population one, the same for every method.
+The gradient of a group is sum_i (R_i - b) s_i / std, s_i = w_i g_i. The standard deviation is the population one, the
+same for every method.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class GroupScale:
-    """mean m, inverse_std 1/std (1.0 without ``normalize_std``), has_variance: rewards differ by more than rounding.
+    """inverse_std 1/std (1.0 without ``normalize_std``), has_variance: rewards differ by more than rounding.
 
     A group without variance carries no gradient at all: its coefficients are 0 and its inverse_std is 1.0.
     """
 
-    mean: float
     inverse_std: float
     has_variance: bool
 
@@ -37,13 +35,12 @@ def group_scale(rewards: Tensor, normalize_std: bool, has_variance: bool) -> Gro
     if not bool(values.isfinite().all()):
         raise ValueError(f"rewards of a group are {rewards.tolist()}: every reward must be finite")
     offsets = values - values[0]
-    mean = float(values[0] + offsets.mean())
     if not has_variance:
-        return GroupScale(mean, 1.0, False)
+        return GroupScale(1.0, False)
     if not bool((offsets != 0).any()):
         raise ValueError(f"rewards of a group are {rewards.tolist()}: equal rewards have no variance")
     if not normalize_std:
-        return GroupScale(mean, 1.0, True)
+        return GroupScale(1.0, True)
     # In units of the largest offset, so that squares of tiny differences do not vanish.
     unit = offsets.abs().max()
-    return GroupScale(mean, float(1.0 / (unit * (offsets / unit).std(correction=0))), True)
+    return GroupScale(float(1.0 / (unit * (offsets / unit).std(correction=0))), True)

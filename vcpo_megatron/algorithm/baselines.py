@@ -1,4 +1,4 @@
-"""Baselines of a prompt group: OPOB and its controls (VCPO, arXiv 2602.17616; DESIGN "OPOB").
+"""Baselines of a prompt group: OPOB and its controls (VCPO, arXiv 2602.17616; docs/method.md).
 
 OPOB is the constant b that minimises sum_i u_i^2 (R_i - b)^2 |g_i|^2, the second moment of the
 group's gradient estimate:
@@ -57,7 +57,8 @@ def opob(log_u: Tensor, log_grad_norm: Tensor, rewards: Tensor) -> Baseline:
 
 
 def leave_one_out_opob(log_u: Tensor, log_grad_norm: Tensor, rewards: Tensor) -> TrajectoryBaselines:
-    """OPOB of each trajectory's group without that trajectory: unbiased, but see the staleness study.
+    """OPOB of each trajectory's group without that trajectory: unbiased, and noisier: one
+    that dominates its group gets the baseline of those that tell little of it.
 
     Arguments as for ``opob``. Where the others have no usable term, the mean of the others is taken
     (the trajectory's own reward in a group of one) and counted.

@@ -1,4 +1,4 @@
-"""Effective sample size of a minibatch and the step size it allows (VCPO, arXiv 2602.17616; DESIGN "ESS").
+"""Effective sample size of a minibatch and the step size it allows (VCPO, arXiv 2602.17616; docs/method.md).
 
     log ESS = 2 logsumexp(l) - logsumexp(2 l),   ratio = ESS / N in [1/N, 1],   lr_eff = lr * min(1, ratio / base)^p
 

@@ -1,4 +1,4 @@
-"""Importance weights of trajectories and tokens, in log space (VCPO, arXiv 2602.17616; DESIGN "The method").
+"""Importance weights of trajectories and tokens, in log space (VCPO, arXiv 2602.17616; docs/method.md).
 
     l_i = sum over sampled tokens t of (log pi_theta(t) - log mu(t)),    w_i = min(exp(l_i), c)
 
@@ -7,7 +7,7 @@ Prompt and tool-output tokens carry no behaviour log-prob, and a masked log-prob
 so that neither their value nor their gradient can reach a sum. A weight is formed as
 exp(min(l, log c)), which cannot overflow; exp(l) itself is never formed.
 
-Nothing here is differentiated through: weights are detached (DESIGN: "detached").
+Nothing here is differentiated through: weights are detached.
 """
 
 from __future__ import annotations

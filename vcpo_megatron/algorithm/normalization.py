@@ -1,4 +1,4 @@
-"""How the log-probs of a minibatch's sampled tokens are averaged (DESIGN "score gradient").
+"""How the log-probs of a minibatch's sampled tokens are averaged (docs/method.md).
 
 Trajectory i contributes g_i = c_i * sum_t grad log pi_theta(t). The coefficient c_i holds the whole
 normalisation, 1/N included, and is always computed over the GLOBAL minibatch, so that gradients do
@@ -25,7 +25,7 @@ RULES: Mapping[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-def token_coefficients(rule: str, sampled_tokens: Tensor, max_new_tokens: int) -> Tensor:
+def loss_coefficients(rule: str, sampled_tokens: Tensor, max_new_tokens: int) -> Tensor:
     """c_i of every trajectory of the global minibatch: float64 [N].
 
     rule            a key of ``RULES`` (``loss_normalization``)

@@ -1,8 +1,9 @@
 """The names in ``metrics.jsonl``: what each means, its unit, and how several observations become one number.
 
-Who measures does not average by hand: it hands raw observations to ``StepMetrics.observe``, and the table here
+The orchestrator does not average by hand: it hands raw observations to ``StepMetrics.observe``, and the table here
 says whether the row holds their mean, their maximum, ... A vector that is a distribution is observed under each of
-its names at once with ``StepMetrics.distribution``.
+its names at once with ``StepMetrics.distribution``. The learner's numbers are those of a whole batch, over all ranks,
+when they come: ``learner/step/results.py`` makes them, and for them the reducer only says what they are.
 
 Not-a-number is never averaged away: one nan among the observations makes the result nan, for every reducer. What
 is legitimately absent (the gradient norm of a trajectory without a backward) is left out by who observes.

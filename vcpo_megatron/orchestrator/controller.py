@@ -18,7 +18,7 @@ Loops, each documented where it lives: ``LearnerLink.receive``, ``LearnerLink.he
 ``_watch``     consumes: nothing                       produces: a line in the log when nothing moved for watchdog_s
                waits for: time
 
-``lag = "exact"`` replaces Generation, Batcher, Evaluation and ``_train`` by ``exact.ExactRun``, and
+``lag = "exact"`` replaces Generation, Batcher, Evaluation and ``_train`` by ``exact_lag.ExactRun``, and
 ``engine = "replay"`` replaces them by ``replay.Replay``, without servers; the ledger is the same.
 """
 
@@ -166,10 +166,6 @@ class Controller:
             await self._exact(self._parts.fleet, ledger, state)
         else:
             await self._bounded(self._parts.fleet, ledger, plan, state)
-
-    @property
-    def _replays(self) -> bool:
-        return self._parts.fleet is None
 
     # --- beginning and end --------------------------------------------------------------------
 

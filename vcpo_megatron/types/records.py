@@ -194,9 +194,10 @@ class TrajectoryResult:
     """What the step found for one trajectory.
 
     log_ratio  sum over sampled tokens of log pi_theta - log mu
-    weight     min(exp(log_ratio), is_threshold), the weight of its gradient
-    grad_norm  |g_i|, norm of the unweighted score gradient; nan where no backward was taken
-    baseline   b_g of its group
+    weight     w_i, the weight of its gradient by the method: min(exp(log_ratio), is_threshold) of VCPO; 1 where weights
+               are of tokens, or there are none
+    grad_norm  |g_i|, norm of the score gradient, unweighted but for weights of tokens; nan where no backward was taken
+    baseline   b_g of its group; b_i where it leaves the trajectory itself out
     """
 
     group_id: int

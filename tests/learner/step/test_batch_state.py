@@ -47,7 +47,7 @@ def test_what_is_known_before_the_step() -> None:
     assert state.rewards.tolist() == [1.0, 0.0, 0.5, 0.5, 0.5]
     assert state.inverse_std.tolist() == [2.0, 2.0, 1.0, 1.0, 1.0]
     assert state.has_variance.tolist() == [True, True, False, False, False]
-    assert state.token_coefficients.tolist() == [1 / 10] * 5
+    assert state.loss_coefficients.tolist() == [1 / 10] * 5
     assert state.baseline.tolist() == [0.5] * 5
     assert state.anchor == 0.5 * 0.25
     assert state.first_members.tolist() == [0, 2]

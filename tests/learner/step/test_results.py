@@ -10,6 +10,7 @@ import torch
 
 from vcpo_megatron.learner.step.batch_state import RankSums
 from vcpo_megatron.learner.step.results import StepOutcome, step_metrics
+from vcpo_megatron.observability.metrics import METRICS
 
 from .test_batch_state import filled
 
@@ -31,6 +32,7 @@ def test_metrics_of_known_samples() -> None:
     assert metrics["baseline/accumulator_error"] == 0 and metrics["baseline/fallbacks"] == 0
     assert metrics["mismatch/tokens"] == 0 and "mismatch/mean" not in metrics
     assert metrics["lr/effective"] == 1e-3 and metrics["step/skipped"] == 0
+    assert metrics.keys() <= METRICS.keys()
 
 
 def test_what_is_counted_once_a_group_and_over_ranks() -> None:

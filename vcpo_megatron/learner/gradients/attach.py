@@ -1,9 +1,9 @@
 """Exact per-trajectory squared gradient norms, and weighted gradient sums, in one backward pass.
 
-Every parameter of Megatron's local layers gets its gradient in one of four places: a tensor-parallel
-linear layer (and its bias), the vocabulary-parallel embedding, an RMSNorm, a gate of experts. ``attach``
-replaces the computation of exactly these on the module INSTANCES; no class and no Megatron source is changed. The
-activations' gradients are what Megatron computes. The weight gradient is formed trajectory by
+Every parameter of Megatron's local layers gets its gradient in one of five places: a tensor-parallel
+linear layer (and its bias), the vocabulary-parallel embedding, an RMSNorm, a router, the gate of a shared expert.
+``attach`` replaces the computation of exactly these on the module INSTANCES; no class and no Megatron source is changed.
+The activations' gradients are what Megatron computes. The weight gradient is formed trajectory by
 trajectory: with G_i, A_i the output gradients and inputs of trajectory i's tokens, its share is
 W_i = G_i^T A_i, from which |g_i|^2 += |W_i|^2 (never scaled by w, R or std). What else becomes of W_i is in
 ``weight_gradients``.
@@ -118,7 +118,7 @@ def attach(model: torch.nn.Module, switch: ScoreSwitch, parallel: Parallel, *, p
 
 
 def _is_separable(module: torch.nn.Module) -> bool:
-    """A module of one of the four kinds. A router with a bias is not: the gate has none."""
+    """A module of one of the five kinds. A router with a bias is not: the gate has none."""
     if isinstance(module, TopKRouter):
         return module.bias is None
     kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, RMSNorm, SharedExpertMLP)

@@ -66,7 +66,7 @@ class BatchState:
     rewards             R_i
     inverse_std         1 / std of the group's rewards, 1 where the method does not divide by it
     has_variance        bool; False in a zero-variance group, which has no advantage. The others are the trained groups
-    token_coefficients  c_i: the whole normalisation of the loss
+    loss_coefficients   c_i: the whole normalisation of the loss
     sampled_tokens      T_i
     scales              of every group, [groups]; group_sizes  samples of every group, [groups]
     anchor              a: the behaviour anchor's coefficient
@@ -98,7 +98,7 @@ class BatchState:
     rewards: Tensor
     inverse_std: Tensor
     has_variance: Tensor
-    token_coefficients: Tensor
+    loss_coefficients: Tensor
     sampled_tokens: Tensor
     baseline: Tensor
     scales: tuple[GroupScale, ...]
@@ -157,7 +157,7 @@ class BatchState:
             rewards=torch.cat(rewards),
             inverse_std=of_members([scale.inverse_std for scale in scales]),
             has_variance=of_members([float(scale.has_variance) for scale in scales]) > 0,
-            token_coefficients=normalization.token_coefficients(method.loss_normalization, sampled, max_new_tokens),
+            loss_coefficients=normalization.loss_coefficients(method.loss_normalization, sampled, max_new_tokens),
             sampled_tokens=sampled.double(),
             baseline=torch.cat(before),
             scales=scales,

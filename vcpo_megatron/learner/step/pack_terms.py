@@ -66,7 +66,7 @@ class PackTerms:
 
     def normalized(self, state: BatchState, pack: Pack, per_token: Tensor) -> Tensor:
         """sum_i c_i sum_t per_token over sampled tokens."""
-        coefficients = torch.nn.functional.pad(state.token_coefficients[pack.index], (0, 1))
+        coefficients = torch.nn.functional.pad(state.loss_coefficients[pack.index], (0, 1))
         return torch.where(pack.mask, per_token * coefficients.to(per_token)[pack.segments], 0.0).sum()
 
     def regularizer(self, state: BatchState, pack: Pack, logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class PackTerms:
         """|g_i| as c_i sqrt(sum_t v_t^2 |d log pi_t / d logits|^2): float64 [n], on the CPU."""
         squared = squared_score_norms(logits.squeeze(0), pack.labels, *self._logits)
         weighted = self._objective.token_weights(pack, policy).square() * squared
-        return self.sums(pack, weighted).sqrt() * state.token_coefficients[pack.index]
+        return self.sums(pack, weighted).sqrt() * state.loss_coefficients[pack.index]
 
     def _record_mismatch(self, state: BatchState, pack: Pack, ratios: Tensor) -> None:
         """|log pi - log mu| on the tokens that the current version sampled: how far learner and servers are apart.

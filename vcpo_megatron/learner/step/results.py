@@ -43,7 +43,7 @@ def step_metrics(
     norms = state.grad_norm[~state.grad_norm.isnan()]
     tokens, first = state.sampled_tokens.sum(), state.first_members
     return {
-        "loss": -float((factor * state.token_coefficients * state.logprob_sum).sum()),
+        "loss": -float((factor * state.loss_coefficients * state.logprob_sum).sum()),
         "reward/mean": float(state.rewards.mean()),
         "ess/ratio": outcome.ess_ratio,
         "ess/ratio_truncated": ess_ratio_truncated,

@@ -82,7 +82,7 @@ class VcpoStep:
         self._abort.begin(str(version))
         buckets = self.trainable.overlapped_buckets()
         with self._abort.caught():
-            self._score(state, plan)  # l_i -> w_i
+            self._score(state, plan)  # l_i of zero-variance groups; those of the others come with their gradient
             self._mode.find_baselines(state, plan)  # |g_i| -> b_g, where the gradient needs it from its start
             self._mode.add_gradient(state, plan, buckets)  # G
         if self._abort.aborted:
