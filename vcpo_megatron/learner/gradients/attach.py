@@ -2,8 +2,8 @@
 
 Every parameter of Megatron's local layers gets its gradient in one of five places: a tensor-parallel
 linear layer (and its bias), the vocabulary-parallel embedding, an RMSNorm, a router, the gate of a shared expert.
-``attach`` replaces the computation of exactly these on the module INSTANCES; no class and no Megatron source is changed.
-The activations' gradients are what Megatron computes. The weight gradient is formed trajectory by
+``attach`` replaces the computation of exactly these on the module INSTANCES; no class and no Megatron source is
+changed. The activations' gradients are what Megatron computes. The weight gradient is formed trajectory by
 trajectory: with G_i, A_i the output gradients and inputs of trajectory i's tokens, its share is
 W_i = G_i^T A_i, from which |g_i|^2 += |W_i|^2 (never scaled by w, R or std). What else becomes of W_i is in
 ``weight_gradients``.
