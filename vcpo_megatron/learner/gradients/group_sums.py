@@ -1,10 +1,10 @@
 """When the baseline is known: groups in flight, their norms, and how each mode finishes their gradient.
 
 ``accumulate``: the gradient of group g is accumulated centred, sum_i (R_i - m_g)/std_g s_i with s_i = w_i g_i; once
-|g_i| is known over all shards, (b_g - m_g)/std_g S_g with S_g = sum_i s_i is taken off. m_g may move between two packs of
-the group: the sums so far move with it, by the S_g so far (``recentre``). Squared norms are summed over the
-replica's ranks without anybody waiting inside the schedule: a stage starts the reduction when its last
-backward of the group is done and goes on with the next group, whose S it keeps in another accumulator.
+|g_i| is known over all shards, (b_g - m_g)/std_g S_g with S_g = sum_i s_i is taken off. m_g may move between two
+packs of the group: the sums so far move with it, by the S_g so far (``recentre``). Squared norms are summed over the
+replica's ranks without anybody waiting inside the schedule: a stage starts the reduction when its last backward of
+the group is done and goes on with the next group, whose S it keeps in another accumulator.
 
 A later stage is ahead of the first one by as many packs as its number, so 1 + ceil(p / packs a group)
 accumulators on stage p are enough never to wait. With virtual stages the backwards of one chunk run
