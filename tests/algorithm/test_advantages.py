@@ -12,7 +12,7 @@ from vcpo_megatron.algorithm.advantages import GroupScale, group_scale
 
 def advantages(rewards: torch.Tensor, scale: GroupScale) -> torch.Tensor:
     """As the learner forms them."""
-    return (rewards - rewards.mean()) * scale.inverse_std
+    return (rewards - rewards[0] - (rewards - rewards[0]).mean()) * scale.inverse_std
 
 
 def tensor(*values: float) -> torch.Tensor:

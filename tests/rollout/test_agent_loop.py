@@ -232,7 +232,7 @@ def test_an_environment_that_goes_on_without_room_fails():
     ("reply", "expected"),
     [
         (answer([]), "answered no token (finish reason 'stop')"),
-        (answer([4, 5], spans=[(0, 2, "default")]), "version 'default' is not of the form ATTEMPT.NUMBER"),
+        (answer([4, 5], spans=[(0, 2, "default")]), "version 'default' is not of the form RUN.ATTEMPT.NUMBER"),
     ],
 )
 def test_a_bad_answer_fails_the_trajectory(reply, expected):

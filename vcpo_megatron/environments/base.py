@@ -50,7 +50,8 @@ class Example:
 
     def __post_init__(self) -> None:
         """The id goes into messages, request ids and the store, all of them UTF-8: it is escaped once, here."""
-        object.__setattr__(self, "prompt_id", encodable(self.prompt_id))
+        if isinstance(self.prompt_id, str):  # what else a user gives is refused by name, where it is asked for
+            object.__setattr__(self, "prompt_id", encodable(self.prompt_id))
 
 
 @dataclass(frozen=True)

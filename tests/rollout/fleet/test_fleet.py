@@ -532,7 +532,7 @@ def test_a_server_that_accepts_and_hangs_is_bound_by_the_deadline_of_its_start(t
 def test_a_server_that_hangs_does_not_hide_the_death_of_another() -> None:
     async def main() -> None:
         clients = [FakeClient(index) for index in range(2)]
-        fleet = fake_fleet(config(), Notifier(), clients, Path("/nowhere"))
+        fleet = fake_fleet(config(rollout={"max_restarts": 0}), Notifier(), clients, Path("/nowhere"))
 
         async def hang() -> bool:
             await asyncio.sleep(60)
