@@ -127,6 +127,51 @@ def test_the_calls_come_in_the_order_of_the_protocol() -> None:
     with_sync(work, client=RecordingClient)
 
 
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("step", ["begin_weight_update", "update_weights_from_tensor", "resume"])
+def test_a_run_that_ends_in_an_update_leaves_no_joined_server_paused(step: str, joined: bool) -> None:
+    left: list[FakeClient] = []
+
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        fleet.servers[0].joined = joined
+        left.extend(clients)
+        own, reached = getattr(clients[0], step), asyncio.Event()
+
+        async def hang(*args: Any) -> None:
+            setattr(clients[0], step, own)
+            reached.set()
+            await asyncio.sleep(1000)
+
+        await fleet.answering()
+        setattr(clients[0], step, hang)
+        sync.offer(weights(version(0)))
+        await reached.wait()
+        assert clients[0].paused
+
+    with_sync(work)
+    assert left[0].paused is not joined
+
+
+def test_a_joined_server_that_cannot_be_resumed_does_not_hold_up_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        fleet.servers[0].joined = True
+
+        async def dies(*args: Any) -> None:
+            assert clients[0].process is not None
+            clients[0].process.code = 1
+            reached.set()
+            await asyncio.sleep(1000)
+
+        reached = asyncio.Event()
+        clients[0].begin_weight_update = dies  # type: ignore[method-assign]
+        await fleet.answering()
+        sync.offer(weights(version(0)))
+        await reached.wait()
+
+    with_sync(work)
+    assert "rollout server 0 at http://fake is left paused, " in capsys.readouterr().out
+
+
 def test_versions_that_come_too_fast_are_skipped_not_queued() -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
         clients[0].latency_s = 0.1

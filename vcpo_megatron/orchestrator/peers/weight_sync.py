@@ -155,6 +155,7 @@ class WeightSync:
                     await self._fleet.changes.wait()
         finally:
             await cancel(*self._waves)
+            await self._updater.leave([server for server in self._fleet.servers if server.joined])
 
     def _start(self, work: Coroutine[Any, Any, None], wave: Wave[Server] | None) -> None:
         task = asyncio.ensure_future(work)
