@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.orchestrator.fake_run import FakeClient, FakeRun, bucket_texts, config, fake_fleet, weights
+from vcpo_megatron.orchestrator.peers.probe import compare
+from vcpo_megatron.orchestrator.peers.servers import back_in_service
 from vcpo_megatron.orchestrator.peers.weight_sync import SyncError, WeightSync
 from vcpo_megatron.rollout.client.http import ServerUnavailable
 from vcpo_megatron.rollout.fleet.fleet import Fleet, FleetError
 from vcpo_megatron.run.notifier import Notifier
-from vcpo_megatron.run.tasks import run_beside
+from vcpo_megatron.run.tasks import RunError, run_beside
 from vcpo_megatron.transport.messages import Message, WeightsReady
 from vcpo_megatron.types import PolicyVersion
 from vcpo_megatron.weight_sync.orchestrator import Updater
@@ -150,6 +153,43 @@ def test_a_run_that_ends_in_an_update_leaves_no_joined_server_paused(step: str, 
 
     with_sync(work)
     assert left[0].paused is not joined
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("fault", ["probe", "refusal", "deadline", "return"])
+def test_what_ends_a_run_says_where_its_server_is(fault: str, joined: bool) -> None:
+    """A joined one has no log here."""
+
+    class Link:
+        async def probe(self, tokens: Any) -> Any:
+            return tokens[1:]
+
+    async def gone(*args: Any) -> Any:
+        raise ServerUnavailable("http://fake", "/generate", "connection reset")
+
+    async def hangs(*args: Any) -> None:
+        await asyncio.sleep(1000)
+
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        (server,) = fleet.servers
+        await fleet.answering()
+        server.joined = joined
+        if fault == "probe":
+            clients[0].score = gone  # type: ignore[method-assign]
+            await compare(Link(), fleet, 50, "float32")  # type: ignore[arg-type]
+        if fault == "return":
+            fleet.options = replace(fleet.options, takeover_timeout_s=0.1)
+            await back_in_service(fleet, server)
+        if fault == "refusal":
+            clients[0].refuses = lambda label: True
+        else:
+            clients[0].begin_weight_update = hangs  # type: ignore[method-assign]
+        sync.offer(weights(version(0)))
+        await asyncio.sleep(1000)
+
+    where = "it runs at http://fake" if joined else "see .*server.0.log"
+    with pytest.raises((SyncError, RunError), match=f"rollout server 0 .*[,;] {where}"):
+        with_sync(work, timeout_s=0.3)
 
 
 def test_a_joined_server_that_cannot_be_resumed_does_not_hold_up_the_end(capsys: pytest.CaptureFixture[str]) -> None:

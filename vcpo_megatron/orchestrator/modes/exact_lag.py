@@ -135,9 +135,9 @@ class Rounds:
                 self._fleet.doubt(server, held, impossible(error))
             except ServerUnavailable as error:
                 if self._fleet.check(server, incarnation):
-                    raise RunError(f"{server.name} did not answer: {error}, see {server.log}") from error
+                    raise RunError(f"{server.name} did not answer: {error}, {server.where}") from error
             except (ServerError, ProtocolError) as error:
-                raise RunError(f"{server.name} refused a batch: {error}, see {server.log}") from error
+                raise RunError(f"{server.name} refused a batch: {error}, {server.where}") from error
             else:
                 if await self._fleet.believes(server, held, results, samplings):
                     return results
