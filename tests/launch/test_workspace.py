@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -41,3 +42,17 @@ def test_an_identity_that_was_damaged_is_made_anew(tmp_path: Path, text: str) ->
     path.write_text(text)
     name = run_identity(RunDirectory(tmp_path))
     assert re.fullmatch(r"[0-9a-f]{8}", name) and name != "3f9a21c0" and run_identity(RunDirectory(tmp_path)) == name
+
+
+@pytest.mark.parametrize("name", ["grpo", "a[1]", "grpo-4b", "x*", "grpo.v2"])
+def test_the_newest_run_is_one_of_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Names that begin alike, hold what a pattern would mean, or look like a date are of other runs."""
+    monkeypatch.chdir(tmp_path)
+    names = ["grpo", "a[1]", "a1", "grpo-4b", "grpo-2", "x*", "xy", "grpo.v2", "grpo-v2", "grpo-20261201-000000"]
+    runs = [Path("runs") / f"{other}-2026120{day}-00000{day}" for day in (1, 2) for other in names]
+    runs = [*runs, *(path.with_name(f"{path.name}-2") for path in runs), *(Path(f"{path}-copy") for path in runs)]
+    for at, path in enumerate(runs):
+        path.mkdir(parents=True)
+        (path / "resolved.toml").touch()
+        os.utime(path / "resolved.toml", (1000 + at, 1000 + at))
+    assert workspace.newest_run_directory(Path(f"{name}.toml")).name == f"{name}-20261202-000002-2"

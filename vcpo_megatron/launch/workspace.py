@@ -43,11 +43,12 @@ def new_run_directory(config: Path) -> Path:
 
 
 def newest_run_directory(config: Path) -> Path:
-    """The newest of runs/NAME-*; ConfigError when there is none."""
-    pattern = f"{_run_name(config)}-[0-9]*-[0-9]*"
-    found = [path.parent for path in Path("runs").glob(f"{pattern}/resolved.toml")]
+    """The newest run of ``config`` by the names that ``new_run_directory`` gives; ConfigError when there is none."""
+    name = _run_name(config)
+    given = re.compile(rf"{re.escape(name)}-[0-9]{{8}}-[0-9]{{6}}(-[0-9]+)?")  # NAME may begin another run's name
+    found = [path.parent for path in Path("runs").glob("*/resolved.toml") if given.fullmatch(path.parent.name)]
     if not found:
-        raise ConfigError([f"--resume: no run directory runs/{_run_name(config)}-*; give one with --run-dir"])
+        raise ConfigError([f"--resume: no run directory runs/{name}-*; give one with --run-dir"])
     return max(found, key=lambda path: (path / "resolved.toml").stat().st_mtime)
 
 
