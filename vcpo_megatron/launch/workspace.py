@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..config.process import WARNING_PREFIX
+from ..observability.sinks import read_rows
 from ..run.directory import RunDirectory, write_atomically
 from ..run.errors import ConfigError
+from ..run.history import last_step, recorded
 
 #: A disk with less than this free is full, in bytes.
 _FULL = 2**20
@@ -189,6 +191,10 @@ def chosen_checkpoint(directory: RunDirectory, wanted: int | None) -> int | None
         if (loss := directory.loss()) is not None:
             back = f"go back with --resume --from-step {steps[-1]}" if steps else "start a new run in another --run-dir"
             raise RunDirectoryError(f"{loss}: put its files back, or {back}")
+        if not steps and (lost := _lost_checkpoints(directory)) is not None:
+            raise RunDirectoryError(
+                f"{lost}: put the folder of the checkpoints back, or start a new run in another --run-dir"
+            )
         return steps[-1] if steps else None
     if wanted not in steps:
         complete = ", ".join(f"step_{step}" for step in steps) or "none"
@@ -196,6 +202,36 @@ def chosen_checkpoint(directory: RunDirectory, wanted: int | None) -> int | None
             f"--from-step {wanted}: {directory.checkpoint(wanted)} is no complete checkpoint; complete are: {complete}"
         )
     return wanted
+
+
+def _lost_checkpoints(directory: RunDirectory) -> str | None:
+    """Why a run that has no checkpoint, and no ``latest``, had one; None when it may not have completed any.
+
+    A run makes the folder before its history begins. It goes back to a step only by a checkpoint, and begins to write
+    one only when the one before is complete: with a row beyond the second that was due, the first was.
+    """
+    if not directory.history.is_file():
+        return None
+    if not directory.checkpoints.exists():
+        return f"{directory.checkpoints} is missing, and the run has begun"
+    if step := last_step(directory):
+        return f"{directory.checkpoints} holds no complete checkpoint, and the run went on from step_{step} before"
+    done = max((row["step"] + 1 for row in read_rows(directory.metrics) if isinstance(row.get("step"), int)), default=0)
+    if (every := _checkpoint_every(directory)) and done > 2 * every:
+        return (
+            f"{directory.checkpoints} holds no complete checkpoint, and {done} steps are done, with one every {every} "
+            "steps"
+        )
+    return None
+
+
+def _checkpoint_every(directory: RunDirectory) -> int:
+    """The most steps from one checkpoint to the next of a run that has completed none; 0 where they do not come, or
+    that is not known. An attempt that died while it took the run over may have changed it, or not yet."""
+    known = recorded(directory, None)
+    texts = [held["checkpoint.every"] for held in (known.values, known.replaced) if "checkpoint.every" in held]
+    found = [int(text) if text and re.fullmatch("[0-9]{1,18}", text) else 0 for text in texts]
+    return max(found) if all(found) and found else 0
 
 
 def full_disk(directory: RunDirectory) -> str:
