@@ -55,17 +55,44 @@ def newest_run_directory(config: Path) -> Path:
 
 
 def run_directory_problems(directory: RunDirectory, *, resume: bool) -> list[str]:
-    """Why a run cannot be kept in ``directory``, one line each; nothing is written to find out."""
+    """Why a run cannot be kept in ``directory``, one line each; nothing is left behind to find out."""
     path = directory.path
+    if "\0" in str(path):
+        return [f"--run-dir {path}: holds a NUL character, which no file name has; give another one"]
     if path.exists() and not path.is_dir():
         return [f"--run-dir {path}: is a file; give a folder"]
     found = []
     if not resume and path.is_dir() and not all(_is_left_over(entry.name) for entry in path.iterdir()):
         found.append(f"--run-dir {path}: exists and is not empty; give another one, or --resume")
     ancestor = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-    if not (ancestor.is_dir() and os.access(ancestor, os.W_OK | os.X_OK)):
+    if not (ancestor.is_dir() and os.access(ancestor, os.W_OK | os.X_OK) and _takes_folders(ancestor)):
         found.append(f"--run-dir {path}: cannot write in {ancestor}; give another one")
+    files = (_attempts(directory), *((directory.history, directory.metrics, directory.store) if resume else ()))
+    found += [
+        f"{file}: is no file; put the run's own one back" for file in files if file.exists() and not file.is_file()
+    ]
+    if not found:
+        try:
+            _attempts_made(directory)
+        except RunDirectoryError as error:
+            found.append(str(error))
     return found
+
+
+def _takes_folders(folder: Path) -> bool:
+    """Whether a folder can be made in ``folder``, which is writable by its mode: /proc and /sys are, and take none.
+
+    It is tried only on a file system without blocks; a few of those are in memory and do take them.
+    """
+    if os.statvfs(folder).f_blocks:
+        return True
+    probe = folder / f".writable.{os.getpid()}"
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError:
+        return False
+    return True
 
 
 def _is_left_over(name: str) -> bool:
@@ -140,14 +167,18 @@ def next_attempt(directory: RunDirectory) -> int:
 
     Versions are named by it: where the count is lost, it goes on after that of the newest checkpoint.
     """
+    attempt = _attempts_made(directory) + 1
+    write_atomically(_attempts(directory), f"{attempt}\n")
+    return attempt
+
+
+def _attempts_made(directory: RunDirectory) -> int:
     path = _attempts(directory)
     try:
         known = max((directory.manifest(step).attempt for step in directory.complete_steps()), default=0)
-        attempt = max(int(path.read_text()) if path.exists() else 0, known) + 1
+        return max(int(path.read_text()) if path.exists() else 0, known)
     except ValueError as error:
         raise RunDirectoryError(f"{path} holds no number; write the number of attempts made so far") from error
-    write_atomically(path, f"{attempt}\n")
-    return attempt
 
 
 def run_identity(directory: RunDirectory) -> str:

@@ -161,8 +161,8 @@ class JsonlFollower:
     """Reads the rows that are added to ``path``; the file need not exist yet.
 
     When the file is replaced or shortened (``cut_back``), it is read again from its start: a consumer that keeps
-    rows keys them by ``step``. A line that is no object with a ``step`` is left out; an integer that no counter can reach is
-    taken as a float, maybe an infinite one.
+    rows keys them by ``step``. A line that is no object with a ``step`` is left out; an integer that no counter can
+    reach is taken as a float, maybe an infinite one.
     """
 
     def __init__(self, path: Path) -> None:
