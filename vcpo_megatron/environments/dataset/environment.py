@@ -82,10 +82,10 @@ class Dataset:
             )
         self._order = ShuffledOrder(len(self._rows), seed)
         self.sampling: Mapping[str, Any] = {}
+        self.max_prompt_tokens = max(self._writer.lengths((*self._rows, *held)))  # names a row that cannot be written
         contents = [(row.number, dict(row.values)) for row in (*self._rows, *held)]
         first = self.prompt_tokens(self._rows[0])
         self.fingerprint = fingerprint(NAME, options.model_dump(), seed, len(held), contents, first)
-        self.max_prompt_tokens = max(self._writer.lengths((*self._rows, *held)))
 
     def _without_long(self, rows: Sequence[Row], limit: int | None, path: Path | None) -> list[Row]:
         if limit is None:
@@ -122,12 +122,16 @@ class Dataset:
         return self._writer.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def reference(self, example: Example) -> tuple[int, ...]:
-        """Tokens of the row's reference answer; none where it has none that is a text or a number."""
+        """Tokens of the row's reference answer; none where it has none that is a text or a number, or none that the
+        tokenizer can write: "1.0" may be equal to what a policy with the digits alone answers."""
         try:
             (text, *_) = references(self._row(example).answer)
         except ValueError:
             return ()
-        return tuple(self._writer.tokenizer.encode(text, add_special_tokens=False).ids)
+        try:
+            return tuple(self._writer.tokenizer.encode(text, add_special_tokens=False).ids)
+        except Exception:  # fault boundary: the library raises bare Exception for everything
+            return ()
 
     def prompt_tokens(self, row: Row) -> tuple[int, ...]:
         return self._writer.tokens(row.prompt)
