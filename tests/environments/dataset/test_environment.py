@@ -257,6 +257,20 @@ def test_a_bad_setting_is_named(chat_folder: Path, options: dict[str, Any], said
     assert any(line.startswith(said) for line in caught.value.problems)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"reward": 5}, "environment.options.reward = 5: give a reward's name"),
+        ({"reward": ["number"]}, "environment.options.reward = ['number']: give a reward's name"),
+        ({"reward": {"use": "number"}}, "environment.options.reward = {'use': 'number'}: give a reward's name"),
+        ({"held": ROWS[:1], "fields": {"promt": "x"}}, "environment.fields names 'promt'"),
+        ({"held": ROWS[:1], "fields": {"promt": "x", "anser": "y"}}, "environment.fields names 'anser', 'promt'"),
+    ],
+)
+def test_a_bad_setting_is_one_line(chat_folder: Path, options: dict[str, Any], said: str) -> None:
+    assert problem(chat_folder, **options).startswith(said)
+
+
 def test_all_problems_are_found_together(chat_folder: Path) -> None:
     (chat_folder / "tokenizer_config.json").write_text("{}")
     given = settings(chat_folder, ROWS, ROWS, heldout_share=0.1, reward="exact")

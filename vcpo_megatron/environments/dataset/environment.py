@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ...config.schema import EnvironmentConfig
 from ..base import Action, EnvironmentSetupError, Example, Observation, Outcome, Problems, fingerprint, parse_options
@@ -30,12 +30,21 @@ from .scoring import Answered, references
 NAME = "dataset"
 
 
+def _name_or_tables(value: Any) -> Any:
+    if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
+        raise ValueError("give a reward's name, or a list of tables { use = ... }")
+    return value
+
+
+_NameOrTables = Annotated[str | list[dict[str, Any]], BeforeValidator(_name_or_tables)]
+
+
 class DatasetOptions(BaseModel):
     """``environment.options``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    reward: str | list[dict[str, Any]] = Field("exact_match", description="a reward's name, or a list of tables")
+    reward: _NameOrTables = Field("exact_match", description="a reward's name, or a list of tables")
     chat: bool = Field(True, description="write prompts in the model's chat template; false: as plain text")
     template_arguments: dict[str, Any] = Field({}, description="arguments of the chat template")
     system: str | None = Field(None, description="system prompt, in place of a row's own")
