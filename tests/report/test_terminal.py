@@ -11,9 +11,11 @@ import pytest
 from tests.orchestrator.store.test_store import V0, sample_group, trajectory
 from tests.orchestrator.store.test_store_policies import report, train
 from vcpo_megatron.cli import main as cli
+from vcpo_megatron.orchestrator.store.records import HeldOutSample
 from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.report.tables import aligned
 from vcpo_megatron.report.terminal import steps_a_row
+from vcpo_megatron.run.text import printable
 from vcpo_megatron.types import PolicyVersion
 
 pytestmark = pytest.mark.timeout(60)
@@ -112,6 +114,25 @@ def test_trajectories_are_printed_when_asked_for(
     of_one = ["0 p1 0 trained 0 0 0.6 0.125", "0 p1 1 trained 0 0.25 0.6 0.125"]
     of_all = [*of_one, "- p0 0 sampled - 0 - -", "- p0 1 sampled - 0.25 - -"]
     assert words(lines)[1:-1] == (of_all if options[0] in ("--trajectories", "--data") else of_one)
+
+
+@pytest.mark.parametrize("text", ["red \x1b[31m", "half \ud83d, \x1b[2J and \x00", "two\nlines\x9b"])
+@pytest.mark.parametrize("options", [(), ("--trajectories",), ("--eval",), ("--step", "0")])
+def test_a_terminal_obeys_nothing_that_a_policy_wrote(
+    path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], text: str
+) -> None:
+    with RolloutStore(path) as store:
+        store.admit(0, text, 0, 2, V0)
+        for sample in (0, 1):
+            store.add_trajectory(trajectory(0, sample, V0, prompt_id=text))
+        train(store, 0, 0)
+        store.admit(1, text, 1, 2, V0)
+        store.fail(1, 0, text)
+        store.add_evaluation(0, [HeldOutSample(0, text, reason=f"prompt {text}")])
+    code = cli.main(["report", str(path.parent), *options])
+    said = capsys.readouterr().out
+    assert code == 0 and all(line.isprintable() for line in said.split("\n"))
+    assert printable(text) in said
 
 
 @pytest.mark.parametrize("rows", ["0", "-1", "x"])
