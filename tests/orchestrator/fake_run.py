@@ -189,6 +189,8 @@ class FakeClient:
 
     async def health(self, timeout_s: float) -> str:
         self._alive()
+        if self.paused:
+            raise ServerError(URL, "/ready", 503, "it is paused")
         return str(self.version)
 
     async def close(self) -> None:

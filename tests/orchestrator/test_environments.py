@@ -16,6 +16,9 @@ from tests.environments.workers.faulty import Faulty
 from tests.orchestrator.fake_run import FakeEnvironment, FakeEpisode, FakeRun, config
 from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments.base import Example, Outcome
+from vcpo_megatron.environments.client import EpisodeFailure
+from vcpo_megatron.environments.workers.episodes import RemoteEpisode
+from vcpo_megatron.orchestrator.modes.partial_rollouts import MOST_LOSSES
 from vcpo_megatron.orchestrator.store.reader import StoreReader
 from vcpo_megatron.orchestrator.store.schema import WORKER_ENDED
 from vcpo_megatron.orchestrator.store.store import RolloutStore
@@ -183,6 +186,94 @@ def test_a_worker_that_dies_costs_its_own_trajectories_only(tmp_path: Path, poli
         assert "environment worker " in why and "ended with exit code 7 in step of prompt train-3; see " in why
     with RolloutStore.open_readonly(tmp_path / "rollouts.sqlite") as store:
         assert isinstance(store, StoreReader) and store.failures_by_prompt() == {"train-3": 3}
+
+
+@pytest.mark.parametrize("fault", ["quit", "segfault"])
+def test_a_held_out_sample_that_kills_its_worker_is_the_only_one_that_fails(
+    tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = {"0": {"step": fault}, "1": {"step": "nap"}, "2": {"reset": "nap"}}
+    cfg = config(
+        train={"steps": 1, "eval_every": 1}, environment={"name": FAULTY, "workers": 1, "options": {"heldout": faults}}
+    )
+    run = FakeRun(tmp_path, cfg)
+    assert run.run() == "run ended"
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "evaluation of version 1" in line]
+    assert (
+        "1 of 3 samples failed, first: environment faulty, prompt heldout-0, sample -1/0: environment worker " in line
+    )
+    assert run.rows()[-1]["eval/failed"] == 1
+
+
+def test_exact_lag_ends_by_the_name_of_the_one_that_killed_the_worker(tmp_path: Path) -> None:
+    """Although those that were lost with it stand before it in their batch."""
+    options = {"0": {"step": "nap"}, "1": {"step": "quit"}}
+    cfg = config(staleness=EXACT, environment={"name": FAULTY, "workers": 1, "options": options})
+    with pytest.raises(RunError, match=r"fails: environment faulty, prompt train-1, sample 1/[01]: environment worker"):
+        FakeRun(tmp_path, cfg).run()
+
+
+def losing(monkeypatch: pytest.MonkeyPatch, prompts: set[str], lost_at: str, times: int) -> Counter[str]:
+    """So many first episodes of each of ``prompts`` are lost with their worker, without blame, in "reset" or in their
+    "step N"; how many were."""
+    lost: Counter[str] = Counter()
+    reset, step, steps = RemoteEpisode.reset, RemoteEpisode.step, Counter[RemoteEpisode]()
+
+    def lose(episode: RemoteEpisode, at: str) -> None:
+        name = episode._prompt.prompt_id
+        if at == lost_at and name in prompts and lost[name] < times:
+            lost[name] += 1
+            raise EpisodeFailure("the worker died", "none")
+
+    async def losing_reset(episode: RemoteEpisode) -> Any:
+        lose(episode, "reset")
+        return await reset(episode)
+
+    async def losing_step(episode: RemoteEpisode, *action: Any) -> Any:
+        steps[episode] += 1
+        lose(episode, f"step {steps[episode]}")
+        return await step(episode, *action)
+
+    monkeypatch.setattr(RemoteEpisode, "reset", losing_reset)
+    monkeypatch.setattr(RemoteEpisode, "step", losing_step)
+    return lost
+
+
+@pytest.mark.parametrize("lost_at", ["reset", "step 1", "step 2"])
+def test_exact_lag_is_the_same_where_episodes_are_lost_by_the_fault_of_others(
+    tmp_path: Path, lost_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, and the servers notice nothing: what was sampled is not asked for again."""
+    exact = config(staleness=EXACT, train={"eval_every": 3})
+    environment = FakeEnvironment(turns=2)
+    whole, other = (FakeRun(tmp_path / name, exact, environment=environment) for name in ("whole", "other"))
+    assert whole.run() == "run ended"
+    lost = losing(monkeypatch, {"train-3", "train-6", "heldout-1"}, lost_at, times=3)
+    assert other.run() == "run ended"
+    assert lost == {"train-3": 3, "train-6": 3, "heldout-1": 3}
+    assert other.clients[0].events == whole.clients[0].events
+    rows = [[{k: v for k, v in row.items() if not k.startswith("time/")} for row in r.rows()] for r in (whole, other)]
+    assert rows[0] == rows[1]
+    members = [[t for b in run.learner.batches for g in b.groups for t in g.trajectories] for run in (whole, other)]
+    for one, two in zip(*members, strict=True):
+        np.testing.assert_array_equal(one.tokens, two.tokens)
+        np.testing.assert_array_equal(one.behavior_logprobs, two.behavior_logprobs)
+        assert (one.reward, one.turns) == (two.reward, two.turns)
+
+
+@pytest.mark.parametrize("lag", ["bounded", "exact"])
+def test_a_held_out_sample_that_is_lost_again_and_again_has_failed(
+    tmp_path: Path, lag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = losing(monkeypatch, {"heldout-1"}, "step 1", times=10**9)
+    run = FakeRun(tmp_path, config(train={"steps": 1, "eval_every": 1}, staleness={**EXACT, "lag": lag}))
+    said = f"{WORKER_ENDED}environment fake, prompt heldout-1, sample -1/1: the worker died"
+    if lag == "exact":
+        with pytest.raises(RunError, match=f"fails: {said}"):
+            run.run()
+    else:
+        assert run.run() == "run ended" and said in capsys.readouterr().out
+    assert lost == {"heldout-1": MOST_LOSSES}
 
 
 def test_exact_lag_is_the_same_in_workers_and_ends_with_one_that_dies(tmp_path: Path) -> None:

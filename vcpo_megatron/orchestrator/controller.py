@@ -25,6 +25,7 @@ Loops, each documented where it lives: ``LearnerLink.receive``, ``LearnerLink.he
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -435,5 +436,5 @@ class Controller:
 
 
 def _failure_window(config: RunConfig) -> int:
-    """Outcomes among which failures are counted: many times what can be in flight."""
-    return max(100, 10 * (config.staleness.max_staleness + 1) * config.train.groups_per_step)
+    """Outcomes among which failures are counted: many times what can be in flight; no more than a list can hold."""
+    return min(max(100, 10 * (config.staleness.max_staleness + 1) * config.train.groups_per_step), sys.maxsize)

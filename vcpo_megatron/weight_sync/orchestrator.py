@@ -3,7 +3,8 @@
     prepare --> pause --> begin --> send --> end --> verify --> continue --> done
        |          |         |        |        |        |           |
        +----------+---------+--------+--------+--------+-----------+--> failed: the server stays paused, without a
-                                                                        version; its next update ends this one first
+                                                                        version; its next update ends this one first,
+                                                                        or ``leave`` does, at the end of the run
 
 The whole update has one deadline, the caller's; ``Wave.at`` is the step it had reached. Servers that share what is
 sent fail together, and the transport lets nobody hang in it.
@@ -11,19 +12,24 @@ sent fail together, and the transport lets nobody hang in it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from ..rollout.client.http import ServerError
 from ..rollout.client.protocol import PauseMode, ProtocolError
 from ..run.tasks import run_all
+from ..run.text import one_line
 from ..transport.messages import Message, WeightsReady
 from .disk.orchestrator import DiskTransport
 from .distributed.orchestrator import DistributedTransport
 from .tensor.orchestrator import TensorTransport
 from .verification import ChecksumVerifier
-from .wave import Receiver, Send, Transport, Wave, request
+from .wave import FAILURES, Receiver, Send, Transport, Wave, request
+
+#: Seconds that a server has to be resumed when the run ends.
+_LEAVE_S = 5.0
 
 
 class Transports:
@@ -65,6 +71,7 @@ class Updater:
         self._pause_mode = pause_mode
         self.verifier = verifier
         self._unfinished: set[Receiver] = set()
+        self._paused: set[Receiver] = set()
 
     async def run(self, wave: Wave[Receiver]) -> None:
         """The whole update; WaveFailed for what fails first. When it is cancelled, by a deadline, nobody hangs
@@ -81,7 +88,7 @@ class Updater:
     async def _steps(self, wave: Wave[Receiver]) -> None:
         transport, version = self.transport(wave.weights), str(wave.weights.version)
         await transport.prepare(wave)
-        await self._each(wave, "pause", lambda server: server.client.pause(self._pause_mode))
+        await self._each(wave, "pause", self._pause)
         if transport.session:
             await self._each(wave, "begin", self._begin)
         wave.at = "send"
@@ -92,7 +99,33 @@ class Updater:
             await self._each(
                 wave, "verify", lambda server: verifier.check(server.name, server.client, version, expected)
             )
-        await self._each(wave, "continue", lambda server: server.client.resume())
+        await self._each(wave, "continue", self._continue)
+
+    async def leave(self, servers: Iterable[Receiver]) -> None:
+        """The run ends and ``servers`` go on without it: those that it has paused generate again, as far as they can be
+        reached within ``_LEAVE_S`` seconds. What they hold then is no version; who uses them next gives them all
+        weights."""
+
+        async def leave(server: Receiver) -> None:
+            try:
+                async with asyncio.timeout(_LEAVE_S):
+                    await self._continue(server)
+            except (*FAILURES, TimeoutError) as error:
+                print(
+                    f"{server.name} at {server.client.base_url} is left paused, {one_line(error)}; the next run that "
+                    "joins it resumes it",
+                    flush=True,
+                )
+
+        await asyncio.gather(*(leave(server) for server in servers if server in self._paused))
+
+    async def _pause(self, server: Receiver) -> None:
+        self._paused.add(server)  # before it is known: the run may end meanwhile
+        await server.client.pause(self._pause_mode)
+
+    async def _continue(self, server: Receiver) -> None:
+        await server.client.resume()
+        self._paused.discard(server)
 
     async def _each(
         self, wave: Wave[Receiver], step: str, call: Callable[[Receiver], Coroutine[Any, Any, None]]

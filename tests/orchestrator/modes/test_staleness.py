@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +90,44 @@ def test_choice(
     answer = StalenessBound(k, size).choose(_groups(groups), version)
     assert (answer.take, answer.waits_for) == decision
     assert bool(answer.why) is not bool(answer.take)
+
+
+def _by_every_step(bound: StalenessBound, groups: Sequence[Candidate], version: int) -> tuple[tuple[int, ...], ...]:
+    """(take, waits for) by the rule as the module states it: one look at every j from -1 to k."""
+    size = bound.groups_per_step
+    ordered = sorted(groups, key=lambda group: (bound.deadline(group.version), group.version, group.group_id))
+    batch = [group for group in ordered if group.complete][:size]
+    if len(batch) < size:
+        return (), tuple(group.group_id for group in ordered if not group.complete)
+    left = [group for group in ordered if group not in batch]
+    for j in range(-1, bound.max_staleness + 1):
+        late = [group for group in left if bound.deadline(group.version) <= version + 1 + j]
+        if len(late) > (j + 1) * size and bound.deadline(batch[-1].version) > version + 1 + j:
+            return (), tuple(group.group_id for group in late)
+    return tuple(group.group_id for group in batch), ()
+
+
+def test_choices_are_those_of_a_look_at_every_step() -> None:
+    rng = random.Random(5)
+    kinds = {"too few": 0, "held back": 0, "taken": 0}
+    for _ in range(4000):
+        bound = StalenessBound(rng.randrange(6), rng.randrange(1, 4), rng.choice((0, 0, 3)))
+        version = rng.randrange(9)
+        oldest = max(0, version - bound.max_staleness - 1)  # one too old, as after a change of k
+        done = rng.random()
+        groups = [Candidate(i, rng.randint(oldest, version + 1), rng.random() < done) for i in range(rng.randrange(20))]
+        decision = bound.choose(groups, version)
+        assert (decision.take, decision.waits_for) == _by_every_step(bound, groups, version)
+        few = sum(group.complete for group in groups) < bound.groups_per_step
+        kinds["too few" if few else "taken" if decision.take else "held back"] += 1
+    assert min(kinds.values()) > 100
+
+
+@pytest.mark.parametrize("k", [10**9, 10**17, 2**63 - 1])
+def test_a_bound_that_no_run_reaches_costs_no_time(tmp_path: Path, k: int) -> None:
+    assert StalenessBound(k, 2).choose(_groups("4 4 4! 5! 5"), 4).take == (2, 3)
+    run = FakeRun(tmp_path, config(staleness={"max_staleness": k}, train={"steps": 2}))
+    assert run.run() == "run ended"
 
 
 # --- a run in virtual time ---------------------------------------------------------------------

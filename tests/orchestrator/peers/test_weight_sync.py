@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.orchestrator.fake_run import FakeClient, FakeRun, bucket_texts, config, fake_fleet, weights
+from vcpo_megatron.orchestrator.peers.probe import compare
+from vcpo_megatron.orchestrator.peers.servers import back_in_service
 from vcpo_megatron.orchestrator.peers.weight_sync import SyncError, WeightSync
 from vcpo_megatron.rollout.client.http import ServerUnavailable
 from vcpo_megatron.rollout.fleet.fleet import Fleet, FleetError
 from vcpo_megatron.run.notifier import Notifier
-from vcpo_megatron.run.tasks import run_beside
+from vcpo_megatron.run.tasks import RunError, run_beside
 from vcpo_megatron.transport.messages import Message, WeightsReady
 from vcpo_megatron.types import PolicyVersion
 from vcpo_megatron.weight_sync.orchestrator import Updater
@@ -125,6 +128,88 @@ def test_the_calls_come_in_the_order_of_the_protocol() -> None:
         assert sync.take_metrics()["time/sync"] > 0 and sync.take_metrics() == {"time/sync": 0.0}
 
     with_sync(work, client=RecordingClient)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("step", ["begin_weight_update", "update_weights_from_tensor", "resume"])
+def test_a_run_that_ends_in_an_update_leaves_no_joined_server_paused(step: str, joined: bool) -> None:
+    left: list[FakeClient] = []
+
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        fleet.servers[0].joined = joined
+        left.extend(clients)
+        own, reached = getattr(clients[0], step), asyncio.Event()
+
+        async def hang(*args: Any) -> None:
+            setattr(clients[0], step, own)
+            reached.set()
+            await asyncio.sleep(1000)
+
+        await fleet.answering()
+        setattr(clients[0], step, hang)
+        sync.offer(weights(version(0)))
+        await reached.wait()
+        assert clients[0].paused
+
+    with_sync(work)
+    assert left[0].paused is not joined
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("fault", ["probe", "refusal", "deadline", "return"])
+def test_what_ends_a_run_says_where_its_server_is(fault: str, joined: bool) -> None:
+    """A joined one has no log here."""
+
+    class Link:
+        async def probe(self, tokens: Any) -> Any:
+            return tokens[1:]
+
+    async def gone(*args: Any) -> Any:
+        raise ServerUnavailable("http://fake", "/generate", "connection reset")
+
+    async def hangs(*args: Any) -> None:
+        await asyncio.sleep(1000)
+
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        (server,) = fleet.servers
+        await fleet.answering()
+        server.joined = joined
+        if fault == "probe":
+            clients[0].score = gone  # type: ignore[method-assign]
+            await compare(Link(), fleet, 50, "float32")  # type: ignore[arg-type]
+        if fault == "return":
+            fleet.options = replace(fleet.options, takeover_timeout_s=0.1)
+            await back_in_service(fleet, server)
+        if fault == "refusal":
+            clients[0].refuses = lambda label: True
+        else:
+            clients[0].begin_weight_update = hangs  # type: ignore[method-assign]
+        sync.offer(weights(version(0)))
+        await asyncio.sleep(1000)
+
+    where = "it runs at http://fake" if joined else "see .*server.0.log"
+    with pytest.raises((SyncError, RunError), match=f"rollout server 0 .*[,;] {where}"):
+        with_sync(work, timeout_s=0.3)
+
+
+def test_a_joined_server_that_cannot_be_resumed_does_not_hold_up_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[FakeClient]) -> None:
+        fleet.servers[0].joined = True
+
+        async def dies(*args: Any) -> None:
+            assert clients[0].process is not None
+            clients[0].process.code = 1
+            reached.set()
+            await asyncio.sleep(1000)
+
+        reached = asyncio.Event()
+        clients[0].begin_weight_update = dies  # type: ignore[method-assign]
+        await fleet.answering()
+        sync.offer(weights(version(0)))
+        await reached.wait()
+
+    with_sync(work)
+    assert "rollout server 0 at http://fake is left paused, " in capsys.readouterr().out
 
 
 def test_versions_that_come_too_fast_are_skipped_not_queued() -> None:

@@ -395,6 +395,23 @@ def test_a_joined_server_that_was_left_paused_is_resumed_before_it_is_ready() ->
     watched(work, joined=True)
 
 
+def test_a_joined_server_that_another_run_pauses_is_found_and_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that ends, or is killed, after this one has joined its server."""
+
+    async def work(fleet: Fleet, clients: list[FakeClient]) -> None:
+        await clients[0].pause("retract")
+        await fleet.changes.until(lambda: (not fleet.servers[0].available) or None, 5)
+        await fleet.changes.until(lambda: fleet.servers[0].available or None, 5)
+        assert not clients[0].paused
+        load(fleet, clients, 0, 1)
+        lease = fleet.lease(1)
+        assert lease is not None and (await lease.generate((1,), SamplingParams(4), "r")).output_ids
+
+    watched(work, joined=True)
+    assert "rollout server 0 hangs (rollout server http://fake/ready" in (said := capsys.readouterr().out), said
+    assert "it is paused" in said
+
+
 def test_a_joined_server_that_never_answers_ends_the_run_before_it_begins() -> None:
     server = Server(0, ServerClient("http://127.0.0.1:9", 10, 1.0), Path("/nowhere"), joined=True)
     there = Server(1, FakeClient(1), Path("/nowhere"), joined=True)  # type: ignore[arg-type]

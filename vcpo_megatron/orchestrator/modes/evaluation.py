@@ -7,30 +7,34 @@
 ``settled``         waits for: all evaluations before a version     unblocked by: ``run``
 
 One sample a prompt at the training temperature; accuracy is the mean reward of the samples that did not fail, how many
-did stands beside it. While an evaluation runs, updates of its
-servers are deferred: they go on serving training requests of that version as far as the staleness bound
-admits any. With several servers a quarter of them (one at least) evaluate, the others are updated as usual.
+did stands beside it. One that is lost with an environment worker by another one's fault begins anew. While an
+evaluation runs, updates of its servers are deferred: they go on serving training requests of that version as far as the
+staleness bound admits any. With several servers a quarter of them (one at least) evaluate, the others are updated as
+usual.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from ...config.process import WARNING_PREFIX
 from ...environments.client import EnvironmentClient, Prompt
-from ...rollout.agent_loop import run_episode
+from ...rollout.agent_loop import Generate, run_episode
 from ...rollout.fleet.fleet import Fleet
 from ...rollout.fleet.server import Server
 from ...run.tasks import cancel
-from ...run.text import one_line
+from ...run.text import printable
+from ...types import Trajectory
 from ..peers.weight_sync import WeightSync
 from ..store.recorder import Recorder
 from ..store.records import HeldOutSample
 from ..store.schema import StoreFullError
+from .failures import failure_reason
 from .generation import SamplingRules
 from .metrics_log import MOST_FAILED, MetricsLog, may_be_best
+from .partial_rollouts import led_through
 
 #: Group id of evaluation trajectories: they belong to no group.
 EVALUATION_GROUP = -1
@@ -63,7 +67,7 @@ def summary(version: int, samples: Sequence[HeldOutSample]) -> dict[str, float]:
                 f"{count}, first: {reasons[0]}; accuracy is over the others, and too many are missing for this version "
                 f"to be `best` (more than {MOST_FAILED:.0%})"
             )
-        print(f"{what} {text}", flush=True)
+        print(printable(f"{what} {text}"), flush=True)
     return result
 
 
@@ -140,27 +144,30 @@ class Evaluation:
         among = self._sync.evaluators
 
         async def sample(index: int, prompt: Prompt) -> None:
+            def play(generate: Generate) -> Awaitable[Trajectory]:
+                return run_episode(
+                    generate,
+                    self._environment,
+                    prompt,
+                    group_id=EVALUATION_GROUP,
+                    sample_index=index,
+                    sampling=self._rules.sampling,
+                    context_length=self._rules.context_length,
+                    seed_for_turn=lambda turn: None,
+                )
+
             lease = await self._fleet.changes.until(
                 lambda: self._fleet.lease(1, among=among, allowed=lambda number: number == version)
             )
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    trajectory = await run_episode(
-                        lease.generate,
-                        self._environment,
-                        prompt,
-                        group_id=EVALUATION_GROUP,
-                        sample_index=index,
-                        sampling=self._rules.sampling,
-                        context_length=self._rules.context_length,
-                        seed_for_turn=lambda turn: None,
-                    )
+                    trajectory = await led_through(lease.generate, play)
                 samples.append(HeldOutSample(index, prompt.prompt_id, trajectory))
             except TimeoutError:
                 reason = f"no answer within {self._timeout_s:g} s (staleness.wait_s)"
                 samples.append(HeldOutSample(index, prompt.prompt_id, reason=reason))
             except Exception as error:  # fault boundary: one held-out sample fails, it is counted and said
-                samples.append(HeldOutSample(index, prompt.prompt_id, reason=one_line(error)))
+                samples.append(HeldOutSample(index, prompt.prompt_id, reason=failure_reason(error)))
             finally:
                 lease.release()
                 self._at = f"evaluation of version {version}: {len(samples)} of {len(heldout)} samples done"

@@ -18,7 +18,8 @@ has.
 A batch's requests go out as one ordered list; environments of several turns move in lock-step, one list a round. Each
 request carries a seed made of (train.seed, prompt, sample, turn), so an answer does not depend on anything else. Rows
 are written when both halves of a stage are done, so counters do not depend on who was faster. A failed trajectory
-ends the run. A batch is recorded whole, in one transaction.
+ends the run; one that is lost with an environment worker by another one's fault is led through its answers again, so
+that the one at fault ends it, by its name, if it fails at all. A batch is recorded whole, in one transaction.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from ...environments.client import EnvironmentClient, Prompt
@@ -37,7 +38,6 @@ from ...rollout.fleet.fleet import Fleet
 from ...rollout.fleet.server import Server
 from ...rollout.fleet.trust import impossible
 from ...run.tasks import RunError, StopRequest, run_all, run_beside
-from ...run.text import one_line
 from ...transport.messages import WeightsReady
 from ...types import Batch, Group, StepResult, Trajectory
 from ..peers.servers import back_in_service
@@ -45,7 +45,9 @@ from ..peers.weight_sync import WeightSync
 from ..store.ledger import GroupLedger
 from ..store.records import HeldOutSample
 from .evaluation import EVALUATION_GROUP, EvaluationResults
+from .failures import failure_reason
 from .generation import SamplingRules
+from .partial_rollouts import led_through
 from .trainer import Trainer
 
 
@@ -133,9 +135,9 @@ class Rounds:
                 self._fleet.doubt(server, held, impossible(error))
             except ServerUnavailable as error:
                 if self._fleet.check(server, incarnation):
-                    raise RunError(f"{server.name} did not answer: {error}, see {server.log}") from error
+                    raise RunError(f"{server.name} did not answer: {error}, {server.where}") from error
             except (ServerError, ProtocolError) as error:
-                raise RunError(f"{server.name} refused a batch: {error}, see {server.log}") from error
+                raise RunError(f"{server.name} refused a batch: {error}, {server.where}") from error
             else:
                 if await self._fleet.believes(server, held, results, samplings):
                     return results
@@ -157,9 +159,10 @@ class ExactSampler:
 
         async def one(index: int, episode: ExactEpisode) -> None:
             prompt_id, sample_index = episode.prompt.prompt_id, episode.sample_index
-            try:
-                found[index] = await run_episode(
-                    rounds.generate(index),
+
+            def play(generate: Generate) -> Awaitable[Trajectory]:
+                return run_episode(
+                    generate,
                     self._environment,
                     episode.prompt,
                     group_id=episode.group_id,
@@ -168,8 +171,13 @@ class ExactSampler:
                     context_length=self._rules.context_length,
                     seed_for_turn=lambda turn: sampling_seed(self._seed, prompt_id, sample_index, turn),
                 )
+
+            try:
+                found[index] = await led_through(rounds.generate(index), play)
             except EpisodeError as error:
-                raise RunError(f'lag = "exact" ends with the first trajectory that fails: {one_line(error)}') from error
+                raise RunError(
+                    f'lag = "exact" ends with the first trajectory that fails: {failure_reason(error)}'
+                ) from error
             rounds.ended()
 
         await run_beside(run_all(*(one(i, episode) for i, episode in enumerate(episodes))), rounds.run())

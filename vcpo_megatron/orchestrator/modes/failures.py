@@ -9,8 +9,16 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping
 
+from ...rollout.agent_loop import EpisodeError
 from ...run.tasks import RunError
 from ...run.text import kind_of, one_line
+from ..store.schema import WORKER_ENDED
+
+
+def failure_reason(error: BaseException) -> str:
+    """One line; that of a trajectory that was lost with its environment worker, by another one's fault, says so."""
+    innocent = isinstance(error, EpisodeError) and error.blame == "none"
+    return (WORKER_ENDED if innocent else "") + one_line(error)
 
 
 class FailureWindow:

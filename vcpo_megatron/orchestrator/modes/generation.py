@@ -31,9 +31,9 @@ from ..store.ledger import GroupLedger, LiveGroup
 from ..store.recorder import Recorder
 from ..store.records import Answer
 from ..store.resume import PartialGroup, ResumePlan
-from ..store.schema import WORKER_ENDED, ZERO_VARIANCE, StoreFullError
+from ..store.schema import ZERO_VARIANCE, StoreFullError
 from .batcher import Batcher
-from .failures import FailureWindow, PromptFailures
+from .failures import FailureWindow, PromptFailures, failure_reason
 from .partial_rollouts import PartialRollout
 from .prompts import AHEAD, PromptSource
 
@@ -253,12 +253,10 @@ class Generation:
 
     async def _failed(self, work: _Work, sample_index: int, error: Exception) -> int | None:
         """Count one failure. The sample index to go on with in its place, or None: its group has ended."""
-        group_id, reason = work.group.group_id, one_line(error)
+        group_id, reason = work.group.group_id, failure_reason(error)
         if group_id not in self._ledger.live:
             return None  # its group has ended: all its members are counted there
         blame = error.blame if isinstance(error, EpisodeError) else "own"
-        if blame == "none":
-            reason = WORKER_ENDED + reason
         print(f"trajectory {group_id}/{sample_index} failed: {reason}", flush=True)
         again = blame == "none" or self._prompts.failure(work.prompt.prompt_id, error)
         replacement = None

@@ -37,6 +37,7 @@ pass between two changes. With lag = 0 a run is on-policy and so is what it is c
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,13 +123,14 @@ class StalenessBound:
             return Decision((), tuple(group.group_id for group in unfinished), why)
         taken = {group.group_id for group in batch}
         left = [group for group in oldest_first if group.group_id not in taken]
-        for j in range(-1, self.max_staleness + 1):
-            due = version + 1 + j
-            late = [group for group in left if self.deadline(group.version) <= due]
-            # A later batch can only be better for this deadline if this one holds a group with a later one.
-            helps = self.deadline(batch[-1].version) > due
-            if len(late) > (j + 1) * size and helps:
-                why = f"{len(late)} unfinished groups are due by step {due}, which has room for {(j + 1) * size}"
+        deadlines = [self.deadline(group.version) for group in left]
+        # A later batch can only be better for a deadline if this one holds a group with a later one.
+        last = min(version + 1 + self.max_staleness, self.deadline(batch[-1].version) - 1)
+        for due in sorted({max(version, deadline) for deadline in deadlines}):  # between two of them only room grows
+            room = (due - version) * size
+            late = left[: bisect_right(deadlines, due)]
+            if due <= last and len(late) > room:
+                why = f"{len(late)} unfinished groups are due by step {due}, which has room for {room}"
                 return Decision((), tuple(group.group_id for group in late), why)
         return Decision(tuple(group.group_id for group in batch))
 

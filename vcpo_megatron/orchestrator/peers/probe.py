@@ -58,17 +58,17 @@ async def compare(link: LearnerLink, fleet: Fleet, vocab_size: int, dtype: str) 
         if not difference <= TOLERANCE[dtype]:
             raise RunError(
                 f"{server.name} and the learner differ by {difference:.3g} in a log-prob of the probe (at most "
-                f"{TOLERANCE[dtype]:g} is rounding): they do not compute the same model; see {server.log}"
+                f"{TOLERANCE[dtype]:g} is rounding): they do not compute the same model; {server.where}"
             )
 
 
 async def _score(fleet: Fleet, server: Server, tokens: np.ndarray) -> np.ndarray:
-    """float64 [L-1]; asked again when the server died and may be restarted."""
+    """float64 [L-1]; asked again when the server died and may be restarted, or was lost and found."""
     while True:
         incarnation = server.incarnation
         try:
             return np.asarray(await server.client.score(tokens.tolist()), dtype=np.float64)
         except (ServerError, ServerUnavailable, ProtocolError) as error:
-            if not isinstance(error, ServerUnavailable) or fleet.check(server, incarnation):
-                raise RunError(f"{server.name} could not score the probe: {error}, see {server.log}") from error
+            if fleet.check(server, incarnation):
+                raise RunError(f"{server.name} could not score the probe: {error}, {server.where}") from error
         await back_in_service(fleet, server)

@@ -138,7 +138,7 @@ async def back_in_service(fleet: Fleet, server: Server) -> None:
     try:
         await fleet.changes.until(lambda: server.serving or None, fleet.options.takeover_timeout_s)
     except TimeoutError:
-        raise RunError(f"{server.name} did not come back in time, see {server.log}") from None
+        raise RunError(f"{server.name} did not come back in time, {server.where}") from None
 
 
 def _router(context: ProcessContext, config: RunConfig, vocab_size: int) -> Router | None:

@@ -155,6 +155,7 @@ class WeightSync:
                     await self._fleet.changes.wait()
         finally:
             await cancel(*self._waves)
+            await self._updater.leave([server for server in self._fleet.servers if server.joined])
 
     def _start(self, work: Coroutine[Any, Any, None], wave: Wave[Server] | None) -> None:
         task = asyncio.ensure_future(work)
@@ -258,7 +259,7 @@ class WeightSync:
         if by_learner:
             what = f"weights {version} did not reach {server.name}"
         if refusals > 1:
-            raise SyncError(f"{what} twice: {error}" + ("" if by_learner else f", see {server.log}")) from error
+            raise SyncError(f"{what} twice: {error}" + ("" if by_learner else f", {server.where}")) from error
         print(f"{what} ({error}); trying once more", flush=True)
 
     async def _has_died(self, server: Server, incarnation: int, within_s: float) -> bool:
@@ -276,7 +277,7 @@ class WeightSync:
             limit = f"within {self._timeout_s:g} s (rollout.sync_timeout_s) in step: {wave.at}"
             raise SyncError(
                 f"{server.name} did not take weights {wave.weights.version} "
-                f"{limit if isinstance(error, TimeoutError) else f'({error})'}, see {server.log}; "
+                f"{limit if isinstance(error, TimeoutError) else f'({error})'}, {server.where}; "
                 f"rollout.max_restarts is {self._fleet.options.max_restarts}"
             ) from error
         await self._fleet.replace(server)

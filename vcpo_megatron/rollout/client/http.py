@@ -279,8 +279,14 @@ class ServerClient:
 
     async def health(self, timeout_s: float) -> str:
         """Name of the weights of a server that is well: a request has gone through all of it. ServerUnavailable after
-        ``timeout_s`` seconds; ServerError when it says that it is not well."""
+        ``timeout_s`` seconds; ServerError when it says that it is not well, or takes no requests: another run, or what
+        is left of one, may have paused it."""
         await self._request("GET", protocol.HEALTH, None, timeout_s)
+        try:
+            await self._request("GET", protocol.READY, None, timeout_s)
+        except ServerError as error:
+            if error.status != 404:  # servers before SGLang 0.5.23 have no /ready
+                raise
         return str((await self.model_info()).get("weight_version"))
 
     async def adopt(self) -> str | None:

@@ -233,6 +233,12 @@ class Service:
     async def alive(self) -> web.Response:
         return web.Response() if self.engine.alive else _error(503, self.engine.failure or "the engine has ended")
 
+    async def ready(self) -> web.Response:
+        """As SGLang: not while it is paused."""
+        if self.engine.alive and self.scheduler.paused is not None:
+            return _error(503, "it is paused (/pause_generation)")
+        return await self.alive()
+
 
 def make_app(service: Service) -> web.Application:
     """Routes of ``service``; a handler's error becomes the answer."""
@@ -260,7 +266,7 @@ def make_app(service: Service) -> web.Application:
         protocol.SERVER_INFO: service.server_info,
         protocol.LOADS: service.loads,
         protocol.HEALTH: service.alive,
-        protocol.READY: service.alive,
+        protocol.READY: service.ready,
     }
     for path, getter in gets.items():
         app.router.add_get(path, _getter(getter))
