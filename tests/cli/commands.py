@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from vcpo_megatron.config.load import dump_resolved, load_config, load_resolved, written
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.run.directory import Manifest, RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -43,13 +44,15 @@ def store(directory: Path, toml: Path, *overrides: str) -> Path:
 
 
 def done(directory: Path, step: int, rows: str) -> None:
-    """A complete checkpoint after ``step`` steps, by the configuration that is there, and the rows of the run."""
+    """A complete checkpoint after ``step`` steps, by the configuration that is there, and store and rows of the run."""
     run = RunDirectory(directory)
     values = written(load_resolved(run.resolved))
     run.checkpoint(step).mkdir(parents=True)
     manifest = Manifest(step=step, attempt=1, version_number=step, learner={}, orchestrator={}, config=values)
     run.complete(step, manifest)
     run.metrics.write_text(rows)
+    with RolloutStore(run.store):
+        pass
 
 
 def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cli.commands import ROOT, errors
@@ -96,6 +99,52 @@ def test_a_module_that_raises_is_a_problem_among_others(
     said = shown.out + shown.err
     assert "importing raises_at_import raised ZeroDivisionError: division by zero" in said
     assert "algorithm.base_ess_ratio = 2.0" in said and "Traceback" not in said
+
+
+#: A user's code that starts processes which leave its worker's session.
+DETACHED = """
+import subprocess, sys
+
+def start(*command):
+    child = subprocess.Popen(command, start_new_session=True)
+    with open(__file__ + ".pids", "a") as file:
+        print(child.pid, file=file)
+    return child
+
+{}
+def score(response):
+    {}
+    return 0.0
+"""
+_FORKS = (
+    "import subprocess; c = subprocess.Popen(['sleep', '7777'], start_new_session=True); "
+    "print(c.pid, file=open(__file__ + '.pids', 'a'))"
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "where"),
+    [
+        (["env", "check"], "at import"),
+        (["env", "check"], "by a parent that ended"),
+        (["train", "--dry-run"], "in a reward"),
+    ],
+)
+def test_nothing_that_an_environment_started_is_left(data: Path, pool: None, command: list[str], where: str) -> None:
+    if where == "by a parent that ended":
+        start = f"""start(sys.executable, "-c", "__file__ = " + repr(__file__) + chr(10) + {_FORKS!r}).wait()"""
+    else:
+        start = "start('sleep', '7777')"
+    at_import, in_reward = (start, "") if where != "in a reward" else ("", start)
+    (data.parent / "detached.py").write_text(DETACHED.format(at_import, in_reward or "pass"))
+    data.write_text(data.read_text().replace("own_rewards:score", "detached:score"))
+    assert cli.main([*command, str(data)]) == 0
+    started = [int(line) for line in (data.parent / "detached.py.pids").read_text().split()]
+    assert len(started) >= 1 + (where == "by a parent that ended")
+    left = [pid for pid in started if psutil.pid_exists(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
 
 
 @pytest.mark.parametrize("command", [["train", "--dry-run"], ["doctor", "--config"]])

@@ -66,7 +66,7 @@ def test_a_bad_key_is_2(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_a_failed_start_leaves_is_no_obstacle(toml: Path, started: list[dict[str, Any]]) -> None:
     (Path("r") / "logs").mkdir(parents=True)
     for name in (".lock", "attempts", "resolved.toml"):
-        (Path("r") / name).touch()
+        (Path("r") / name).write_text("1\n")
     assert cli.main(["train", str(toml), "--run-dir", "r"]) == 7
 
 
@@ -98,6 +98,24 @@ def test_far_too_many_ranks_are_refused_at_once(toml: Path, capsys: pytest.Captu
 def test_a_run_directory_that_is_a_file(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", str(toml), "--run-dir", str(toml)]) == 2
     assert errors(capsys) == [f"--run-dir {toml}: is a file; give a folder"]
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("a\0b", "holds a NUL character"),
+        ("/proc/x/y", "cannot write in /proc"),
+        ("/sys/x", "cannot write in /sys"),
+        ("/proc/self/status/x", "cannot write in /proc/"),
+    ],
+)
+def test_a_run_directory_that_can_never_be(
+    toml: Path, started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], path: str, says: str, more: list[str]
+) -> None:
+    assert cli.main(["train", str(toml), "--run-dir", path, *more]) == 2 and started == []
+    (line,) = errors(capsys)
+    assert line.startswith("--run-dir ") and says in line
 
 
 # --- resume -----------------------------------------------------------------------------------
@@ -146,6 +164,43 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_all_else(
         "r/checkpoints/step_5 is damaged (manifest.json cannot be read): put its files back, or start a new run in "
         "another --run-dir"
     ]
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("rollouts.sqlite", None, "is missing, and the run has checkpoints that need it; put back the file"),
+        ("rollouts.sqlite", "", "is empty, and the run has checkpoints that need it; put back the file"),
+        ("rollouts.sqlite", "folder", "rollouts.sqlite: is no file; put the run's own one back"),
+        ("history.jsonl", "folder", "history.jsonl: is no file; put the run's own one back"),
+        ("metrics.jsonl", "folder", "metrics.jsonl: is no file; put the run's own one back"),
+        ("attempts", "folder", "attempts: is no file; put the run's own one back"),
+        ("attempts", "abc", "attempts holds no number; write the number of attempts made so far"),
+        ("attempts", "", "attempts holds no number; write the number of attempts made so far"),
+    ],
+)
+def test_what_a_resume_cannot_do_without_is_looked_at_first(
+    toml: Path,
+    started: list[dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    content: str | None,
+    says: str,
+    more: list[str],
+) -> None:
+    done(store(Path("r"), toml), 2, "")
+    path = Path("r") / file
+    path.unlink(missing_ok=True)
+    if content == "folder":
+        path.mkdir()
+        (path / "x").touch()
+    elif content is not None:
+        path.write_text(content)
+    assert cli.main(["train", "--resume", "--run-dir", "r", *more]) == 2 and started == []
+    (line,) = errors(capsys)
+    assert line.startswith(f"rollout store {path}" if file == "rollouts.sqlite" and content != "folder" else str(path))
+    assert says in line
 
 
 def test_the_model_may_have_moved_once_a_checkpoint_says_what_it_is(

@@ -13,11 +13,12 @@ from vcpo_megatron.cli import main as cli
 from vcpo_megatron.config.load import load_resolved, written
 from vcpo_megatron.models.folder import read_model
 from vcpo_megatron.models.identity import shape_facts
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.run.directory import Manifest, RunDirectory
 
 
 def trained(directory: Path, toml: Path, *steps: int) -> RunDirectory:
-    """A run directory with complete checkpoints that say what their model is."""
+    """A run directory with a store and complete checkpoints that say what their model is."""
     run = RunDirectory(store(directory, toml))
     config = load_resolved(run.resolved)
     shape = read_model(config.model.path)
@@ -28,6 +29,8 @@ def trained(directory: Path, toml: Path, *steps: int) -> RunDirectory:
         values = written(config)
         manifest = Manifest(step=step, attempt=1, version_number=step, learner=learner, orchestrator={}, config=values)
         run.complete(step, manifest)
+    with RolloutStore(run.store):
+        pass
     return run
 
 

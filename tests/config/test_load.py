@@ -177,6 +177,35 @@ def test_a_wrong_override_is_shown_as_it_was_typed(file: Path) -> None:
     assert problem == 'train.seed = "abc" (from --set train.seed=abc): must be an integer'
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.steps=" + "9" * 5000, "train.steps = "),
+        ("train.steps=" + "[" * 3000, "train.steps = "),
+        ("train.steps=" + "[" * 3000 + "]" * 3000, "train.steps = "),
+        (
+            "train.steps=" + "[" * 300 + "]" * 300,
+            "train.steps: must have at most 100 tables and lists within each other",
+        ),
+        (f"environment.options.x={'{a=' * 300}1{'}' * 300}", "environment.options: must have at most 100 tables"),
+        ("environment.options" + ".a" * 3000 + "=1", "environment.options: must have at most 100 tables"),
+        ("train.start_from=\udcff", r'\udcff": must be text in UTF-8; write it so'),
+        ("environment.options.x=[1, {y='\udcff'}]", "environment.options: must be text in UTF-8"),
+        ("environment.options.\udcff=1", "environment.options: must be text in UTF-8"),
+        ("train.\udcff=1", "train.\udcff: must be text in UTF-8"),
+        ("\udcff.steps=1", "\udcff.steps: must be text in UTF-8"),
+    ],
+)
+def test_a_value_that_nothing_can_write_down_is_one_line(file: Path, override: str, says: str) -> None:
+    (problem,) = problems_of(file, MINIMAL, override)
+    assert says in problem and len(problem.splitlines()) == 1 and len(problem) < 800
+
+
+def test_values_as_deep_as_anybody_writes_them_are_read(file: Path) -> None:
+    config = load_config(file, [f"environment.options.x={'[' * 90}'ü'{']' * 90}"])
+    assert load_config(file, [f"environment.options={dump_resolved(config).split('options = ')[1].splitlines()[0]}"])
+
+
 def test_missing_sections_and_keys(file: Path) -> None:
     problems = problems_of(file, "[train]\n")
     assert problems == [
@@ -191,7 +220,15 @@ def test_all_problems_are_reported_together(file: Path) -> None:
     assert len(problems) == 5
 
 
-@pytest.mark.parametrize(("content", "expected"), [(b"[model\n", "not valid TOML"), (b"\xff", "cannot be read")])
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"[model\n", "not valid TOML"),
+        (b"\xff", "cannot be read"),
+        (b"x = " + b"9" * 5000, "not valid TOML"),
+        (b"x = " + b"[" * 5000, "not valid TOML"),
+    ],
+)
 def test_a_file_that_is_no_toml(file: Path, content: bytes, expected: str) -> None:
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=expected) as caught:

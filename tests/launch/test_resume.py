@@ -50,6 +50,7 @@ def directory(toml: Path, tmp_path: Path) -> RunDirectory:
 
 def begin(directory: RunDirectory, config: RunConfig) -> None:
     directory.resolved.write_text(dump_resolved(config))
+    directory.make_checkpoints()
     record(directory, attempt=1, step=None, values=written(config))
 
 

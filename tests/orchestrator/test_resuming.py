@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config
+from vcpo_megatron.launch.workspace import RunDirectoryError, chosen_checkpoint
 from vcpo_megatron.orchestrator.store.schema import StoreError
 from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.run.directory import RunDirectory
@@ -94,6 +96,13 @@ def test_a_refused_resume_leaves_the_run_as_it_was(why: str, tmp_path: Path) -> 
     with pytest.raises(kind, match=says):
         again.run()
     assert what_a_run_is(tmp_path) == before
+
+
+def test_a_run_leaves_what_tells_that_its_checkpoints_were_lost(tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(RunDirectoryError, match="checkpoints is missing, and the run has begun: put the folder"):
+        chosen_checkpoint(RunDirectory(tmp_path), None)
 
 
 def test_after_a_refusal_the_newest_checkpoint_still_goes_on(tmp_path: Path) -> None:

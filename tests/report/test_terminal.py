@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.orchestrator.store.test_store import V0, sample_group, trajectory
 from tests.orchestrator.store.test_store_policies import report, train
+from vcpo_megatron.cli import main as cli
+from vcpo_megatron.orchestrator.store.records import HeldOutSample
 from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.report.tables import aligned
 from vcpo_megatron.report.terminal import steps_a_row
+from vcpo_megatron.run.text import printable
 from vcpo_megatron.types import PolicyVersion
 
 pytestmark = pytest.mark.timeout(60)
@@ -112,6 +116,25 @@ def test_trajectories_are_printed_when_asked_for(
     assert words(lines)[1:-1] == (of_all if options[0] in ("--trajectories", "--data") else of_one)
 
 
+@pytest.mark.parametrize("text", ["red \x1b[31m", "half \ud83d, \x1b[2J and \x00", "two\nlines\x9b"])
+@pytest.mark.parametrize("options", [(), ("--trajectories",), ("--eval",), ("--step", "0")])
+def test_a_terminal_obeys_nothing_that_a_policy_wrote(
+    path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], text: str
+) -> None:
+    with RolloutStore(path) as store:
+        store.admit(0, text, 0, 2, V0)
+        for sample in (0, 1):
+            store.add_trajectory(trajectory(0, sample, V0, prompt_id=text))
+        train(store, 0, 0)
+        store.admit(1, text, 1, 2, V0)
+        store.fail(1, 0, text)
+        store.add_evaluation(0, [HeldOutSample(0, text, reason=f"prompt {text}")])
+    code = cli.main(["report", str(path.parent), *options])
+    said = capsys.readouterr().out
+    assert code == 0 and all(line.isprintable() for line in said.split("\n"))
+    assert printable(text) in said
+
+
 @pytest.mark.parametrize("rows", ["0", "-1", "x"])
 def test_rows_are_one_at_least(path: Path, capsys: pytest.CaptureFixture[str], rows: str) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -163,6 +186,42 @@ def test_how_well_it_learned_by_several_steps(path: Path, capsys: pytest.Capture
         "0-1 0.1250 0.500 -0.12 7.1e-07 0.75 0.002 10.0 1.0 8.0 1.5",
         "2 - - 0.12 - - - - - - -",
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "row"),
+    [
+        ('{"step": 2, "loss": %s}' % ("9" * 400), "2 - - - - - - - - - -"),
+        ('{"step": 2, "loss": -%s, "eval/accuracy": 0.5}' % ("9" * 5000), "2 0.5000 - - - - - - - - -"),
+        ('{"step": 2, "loss": 1%s}' % ("0" * 20), "2 - - 1e+20 - - - - - - -"),
+        ('{"step": %s, "loss": 1.0}' % ("9" * 400), None),
+        ("[" * 100_000, None),
+        ('{"step": 2, "loss": 1.5e308}\n{"step": 2, "loss": 1.5e308}', "2 - - 1.5e+308 - - - - - - -"),
+    ],
+)
+def test_a_number_that_no_run_wrote_is_no_obstacle(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, row: str | None
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "METRICS", METRICS[:2])
+    learned(path, capsys)
+    with open(path.with_name("metrics.jsonl"), "a") as file:
+        file.write(line + "\n")
+    code, lines = report(capsys, path)
+    found = words(lines)[words(lines).index(LEARNED) + 3 : -1]
+    assert (code, found) == (0, [] if row is None else [row])
+
+
+@pytest.mark.parametrize("step", [10**23 - 1, 2**63, -(2**63) - 1, -1])
+@pytest.mark.parametrize("more", [[], ["--json"], ["--prompt", "p1"], ["--eval"]])
+def test_a_step_that_no_run_reaches_is_not_there(
+    path: Path, capsys: pytest.CaptureFixture[str], step: int, more: list[str]
+) -> None:
+    with RolloutStore(path) as store:
+        sample_group(store, 0)
+        train(store, 0, 0)
+    assert cli.main(["report", str(path.parent), f"--step={step}", *more]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (f"no step {step} (0 ... 0)" in line) or more == ["--eval"]
 
 
 @pytest.mark.parametrize(("width", "columns"), [(None, 11), (100, 11), (80, 9), (40, 4), (1, 1)])

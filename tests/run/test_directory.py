@@ -222,6 +222,8 @@ def test_at_no_instant_does_latest_name_what_was_moved(
     assert directory.loss() == f"{latest} names step_10, and this is no complete checkpoint any more"
     latest.write_text("")
     assert directory.loss() == f"{latest} names nothing, and this is no complete checkpoint any more"
+    latest.write_text("step_" + "9" * 5000)
+    assert directory.loss() == f"{latest} names step_{'9' * 291} ..., and this is no complete checkpoint any more"
 
 
 def test_abandoned_checkpoints_and_exports_are_pruned_by_attempt(directory: RunDirectory) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vcpo_megatron.run.directory import Manifest, RunDirectory
-from vcpo_megatron.run.history import Recorded, record, recorded
+from vcpo_megatron.run.history import Recorded, last_step, record, recorded
 
 
 @pytest.fixture
@@ -80,3 +80,29 @@ def test_a_disk_that_takes_nothing_is_named(directory: RunDirectory, file_size_l
         record(directory, attempt=2, step=None, values={"lr": "2.0"})
     assert caught.value.filename == str(directory.history)
     assert recorded(directory, None).values == {"lr": "1.0"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"event": "change", "attempt": 9}',
+        '{"event": "change", "attempt": "9", "step": 0, "key": "lr", "old": "1.0", "new": "2.0"}',
+        '{"event": "change", "attempt": 9, "step": null, "key": "lr", "old": "1.0", "new": "2.0"}',
+        '{"event": "change", "attempt": 9, "step": 0, "key": ["lr"], "old": "1.0", "new": "2.0"}',
+        '{"event": "change", "attempt": 9, "step": 0, "key": "lr", "old": "1.0", "new": {}}',
+        '{"event": "start", "attempt": 1, "step": 0}',
+        '{"event": "start", "attempt": 1, "step": 0, "values": [["lr", "2.0"]]}',
+        '{"event": ["change"], "attempt": 9, "step": 0}',
+        '{"event": "resume", "attempt": 9, "step": "40"}',
+        '["event", "attempt"]',
+        "[" * 100_000,
+        '{"event": "resume", "attempt": %s, "step": 0}' % ("9" * 5000),
+    ],
+)
+def test_a_damaged_line_counts_for_nothing(directory: RunDirectory, line: str) -> None:
+    record(directory, attempt=1, step=None, values={"lr": "1.0"})
+    with open(directory.history, "a") as file:
+        file.write(line + "\n")
+    assert recorded(directory, None).values == {"lr": "1.0"} and last_step(directory) == 0
+    record(directory, attempt=10, step=None, values={"lr": "3.0"})
+    assert recorded(directory, None) == Recorded({"lr": "3.0"}, {"lr": "1.0"})

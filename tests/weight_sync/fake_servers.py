@@ -251,12 +251,15 @@ class TensorClient(DistributedClient):
 def run_tensor(
     work: Callable[[Fleet, WeightSync, list[Any], TensorLearner], Coroutine[Any, Any, None]],
     *,
+    servers: int = 2,
     wave: int = 2,
     timeout_s: float = 10.0,
     max_restarts: int = 0,
     verify: bool = False,
 ) -> None:
-    run_sync(work, TensorLearner(), [TensorClient(i) for i in range(2)], "t", wave, timeout_s, max_restarts, verify)
+    run_sync(
+        work, TensorLearner(), [TensorClient(i) for i in range(servers)], "t", wave, timeout_s, max_restarts, verify
+    )
 
 
 def tensor(number: int) -> WeightsReady:

@@ -142,10 +142,16 @@ def _plan(directory: RunDirectory, config: RunConfig, *, resume: bool, dry_run: 
     from ..launch.placement import PlacementError, plan_local
     from ..launch.workspace import run_directory_problems
     from ..orchestrator.modes.environment_check import Examination
+    from ..orchestrator.store.schema import StoreError, refuse_missing
     from ..planning.preflight import NOTHING_PLAYED, config_problems, port_problems
     from ..run.errors import ConfigError
 
     begins = not (resume and directory.complete_steps())
+    if not begins:
+        try:
+            refuse_missing(directory.store)
+        except StoreError as error:
+            raise ConfigError([str(error)]) from None
     examination = Examination(1, note=note) if dry_run else NOTHING_PLAYED
     found = [
         *run_directory_problems(directory, resume=resume),

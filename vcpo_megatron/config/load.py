@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ..run.errors import ConfigError
+from ..run.text import encodable, one_line
 from .schema import RunConfig
 from .synonyms import known_as, section_known_as, value_known_as
 
@@ -95,13 +96,15 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError([f"{path}: no such file"]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read: {error}"]) from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of a number of thousands of digits
         raise ConfigError([f"{path}: not valid TOML: {error}"]) from None
 
 
 def _validated(data: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     problems: list[str] = []
     given = {key: override for override in overrides if (key := _apply(data, override, problems))}
+    if unwritable := list(_unwritable(data)):
+        raise ConfigError([*problems, *unwritable])
     try:
         # JSON mode: strict about types, yet a list is a tuple there and a string a path.
         config = RunConfig.model_validate_json(json.dumps(data, default=_jsonable), strict=True)
@@ -110,6 +113,37 @@ def _validated(data: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     if problems:
         raise ConfigError(problems)
     return _restored(config, data)
+
+
+#: Levels of tables and lists in a value; what reads and writes configurations takes about 200.
+_DEEPEST = 100
+
+
+def _unwritable(data: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each key whose value no configuration can hold, since nothing could write it down again."""
+    for section, table in data.items():
+        for key, value in table.items() if isinstance(table, Mapping) else [("", table)]:
+            name = f"{section}.{key}" if key else section
+            for fault in dict.fromkeys(_faults(key, 0)) | dict.fromkeys(_faults(section, 0)):
+                yield f"{name}: {fault}"
+            for fault in dict.fromkeys(_faults(value, 0)):
+                shown = f" = {one_line(_shown(value))}" if isinstance(value, str) else ""
+                yield f"{name}{shown}: {fault}"
+
+
+def _faults(value: Any, depth: int) -> Iterator[str]:
+    if isinstance(value, str):
+        if encodable(value) != value:
+            yield "must be text in UTF-8; write it so, or give the file another name"
+    elif isinstance(value, (Mapping, list, tuple)) and depth == _DEEPEST:
+        yield f"must have at most {_DEEPEST} tables and lists within each other"
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _faults(key, depth)
+            yield from _faults(item, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _faults(item, depth + 1)
 
 
 def _restored(config: RunConfig, data: Mapping[str, Any]) -> RunConfig:
@@ -147,7 +181,7 @@ def _apply(data: dict[str, Any], override: str, problems: list[str]) -> Key | No
 def _override_value(text: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # as in read_toml
         return text
     return parsed["value"] if parsed.keys() == {"value"} else text
 
@@ -230,8 +264,8 @@ def _explain_key(key: Key, details: Sequence[ErrorDetails], given: Mapping[Key, 
         what = f"add `{key[1]} = ...` to {section}" if len(key) > 1 else f"add the section {section}"
         return f"{name}: missing; {what}"
     value = details[0]["input"]
-    shown = "" if isinstance(value, (dict, list)) else f" = {_shown(value)}"
-    source = f" (from --set {given[key]})" if key in given else ""
+    shown = "" if isinstance(value, (dict, list)) else f" = {one_line(_shown(value))}"
+    source = f" (from --set {one_line(given[key])})" if key in given else ""
     expected = " or ".join(dict.fromkeys(map(_expected, details)))
     return f"{name}{shown}{source}: must be {expected}{_near_value(key, details)}"
 

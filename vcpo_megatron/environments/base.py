@@ -129,11 +129,11 @@ class Problems:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Note what the block's ``EnvironmentSetupError`` says and go on."""
+        """Note what the block's ``EnvironmentSetupError`` says, but for what is noted already, and go on."""
         try:
             yield
         except EnvironmentSetupError as error:
-            self.found.extend(error.problems)
+            self.found.extend(problem for problem in error.problems if problem not in self.found)
 
     def raise_if_any(self) -> None:
         if self.found:

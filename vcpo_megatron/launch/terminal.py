@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..config.process import ERROR_PREFIX, WARNING_PREFIX
-from ..run.text import encodable
+from ..run.text import encodable, printable
+
+
+def _safe(text: str) -> str:
+    """``text`` line by line as a terminal can take it: what a user's code or a policy wrote may be in it."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def _print(line: str) -> None:
@@ -37,7 +42,7 @@ class Terminal:
             self._show = _print
 
     def say(self, line: str) -> None:
-        self._keep(line)
+        self._keep(line := _safe(line))
         self._show(line)
 
     def warn(self, message: str) -> None:
@@ -57,7 +62,7 @@ class Terminal:
             print(line, file=sys.stderr, flush=True)
 
     def _on_stderr(self, line: str) -> None:
-        self._keep(line)
+        self._keep(line := _safe(line))
         print(line, file=sys.stderr, flush=True)
 
     def _keep(self, line: str) -> None:

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..config.process import WARNING_PREFIX
+from ..observability.sinks import read_rows
 from ..run.directory import RunDirectory, write_atomically
 from ..run.errors import ConfigError
+from ..run.history import last_step, recorded
 
 #: A disk with less than this free is full, in bytes.
 _FULL = 2**20
@@ -43,26 +45,54 @@ def new_run_directory(config: Path) -> Path:
 
 
 def newest_run_directory(config: Path) -> Path:
-    """The newest of runs/NAME-*; ConfigError when there is none."""
-    pattern = f"{_run_name(config)}-[0-9]*-[0-9]*"
-    found = [path.parent for path in Path("runs").glob(f"{pattern}/resolved.toml")]
+    """The newest run of ``config`` by the names that ``new_run_directory`` gives; ConfigError when there is none."""
+    name = _run_name(config)
+    given = re.compile(rf"{re.escape(name)}-[0-9]{{8}}-[0-9]{{6}}(-[0-9]+)?")  # NAME may begin another run's name
+    found = [path.parent for path in Path("runs").glob("*/resolved.toml") if given.fullmatch(path.parent.name)]
     if not found:
-        raise ConfigError([f"--resume: no run directory runs/{_run_name(config)}-*; give one with --run-dir"])
+        raise ConfigError([f"--resume: no run directory runs/{name}-*; give one with --run-dir"])
     return max(found, key=lambda path: (path / "resolved.toml").stat().st_mtime)
 
 
 def run_directory_problems(directory: RunDirectory, *, resume: bool) -> list[str]:
-    """Why a run cannot be kept in ``directory``, one line each; nothing is written to find out."""
+    """Why a run cannot be kept in ``directory``, one line each; nothing is left behind to find out."""
     path = directory.path
+    if "\0" in str(path):
+        return [f"--run-dir {path}: holds a NUL character, which no file name has; give another one"]
     if path.exists() and not path.is_dir():
         return [f"--run-dir {path}: is a file; give a folder"]
     found = []
     if not resume and path.is_dir() and not all(_is_left_over(entry.name) for entry in path.iterdir()):
         found.append(f"--run-dir {path}: exists and is not empty; give another one, or --resume")
     ancestor = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-    if not (ancestor.is_dir() and os.access(ancestor, os.W_OK | os.X_OK)):
+    if not (ancestor.is_dir() and os.access(ancestor, os.W_OK | os.X_OK) and _takes_folders(ancestor)):
         found.append(f"--run-dir {path}: cannot write in {ancestor}; give another one")
+    files = (_attempts(directory), *((directory.history, directory.metrics, directory.store) if resume else ()))
+    found += [
+        f"{file}: is no file; put the run's own one back" for file in files if file.exists() and not file.is_file()
+    ]
+    if not found:
+        try:
+            _attempts_made(directory)
+        except RunDirectoryError as error:
+            found.append(str(error))
     return found
+
+
+def _takes_folders(folder: Path) -> bool:
+    """Whether a folder can be made in ``folder``, which is writable by its mode: /proc and /sys are, and take none.
+
+    It is tried only on a file system without blocks; a few of those are in memory and do take them.
+    """
+    if os.statvfs(folder).f_blocks:
+        return True
+    probe = folder / f".writable.{os.getpid()}"
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError:
+        return False
+    return True
 
 
 def _is_left_over(name: str) -> bool:
@@ -137,14 +167,18 @@ def next_attempt(directory: RunDirectory) -> int:
 
     Versions are named by it: where the count is lost, it goes on after that of the newest checkpoint.
     """
+    attempt = _attempts_made(directory) + 1
+    write_atomically(_attempts(directory), f"{attempt}\n")
+    return attempt
+
+
+def _attempts_made(directory: RunDirectory) -> int:
     path = _attempts(directory)
     try:
         known = max((directory.manifest(step).attempt for step in directory.complete_steps()), default=0)
-        attempt = max(int(path.read_text()) if path.exists() else 0, known) + 1
+        return max(int(path.read_text()) if path.exists() else 0, known)
     except ValueError as error:
         raise RunDirectoryError(f"{path} holds no number; write the number of attempts made so far") from error
-    write_atomically(path, f"{attempt}\n")
-    return attempt
 
 
 def run_identity(directory: RunDirectory) -> str:
@@ -188,6 +222,10 @@ def chosen_checkpoint(directory: RunDirectory, wanted: int | None) -> int | None
         if (loss := directory.loss()) is not None:
             back = f"go back with --resume --from-step {steps[-1]}" if steps else "start a new run in another --run-dir"
             raise RunDirectoryError(f"{loss}: put its files back, or {back}")
+        if not steps and (lost := _lost_checkpoints(directory)) is not None:
+            raise RunDirectoryError(
+                f"{lost}: put the folder of the checkpoints back, or start a new run in another --run-dir"
+            )
         return steps[-1] if steps else None
     if wanted not in steps:
         complete = ", ".join(f"step_{step}" for step in steps) or "none"
@@ -195,6 +233,36 @@ def chosen_checkpoint(directory: RunDirectory, wanted: int | None) -> int | None
             f"--from-step {wanted}: {directory.checkpoint(wanted)} is no complete checkpoint; complete are: {complete}"
         )
     return wanted
+
+
+def _lost_checkpoints(directory: RunDirectory) -> str | None:
+    """Why a run that has no checkpoint, and no ``latest``, had one; None when it may not have completed any.
+
+    A run makes the folder before its history begins. It goes back to a step only by a checkpoint, and begins to write
+    one only when the one before is complete: with a row beyond the second that was due, the first was.
+    """
+    if not directory.history.is_file():
+        return None
+    if not directory.checkpoints.exists():
+        return f"{directory.checkpoints} is missing, and the run has begun"
+    if step := last_step(directory):
+        return f"{directory.checkpoints} holds no complete checkpoint, and the run went on from step_{step} before"
+    done = max((row["step"] + 1 for row in read_rows(directory.metrics) if isinstance(row.get("step"), int)), default=0)
+    if (every := _checkpoint_every(directory)) and done > 2 * every:
+        return (
+            f"{directory.checkpoints} holds no complete checkpoint, and {done} steps are done, with one every {every} "
+            "steps"
+        )
+    return None
+
+
+def _checkpoint_every(directory: RunDirectory) -> int:
+    """The most steps from one checkpoint to the next of a run that has completed none; 0 where they do not come, or
+    that is not known. An attempt that died while it took the run over may have changed it, or not yet."""
+    known = recorded(directory, None)
+    texts = [held["checkpoint.every"] for held in (known.values, known.replaced) if "checkpoint.every" in held]
+    found = [int(text) if text and re.fullmatch("[0-9]{1,18}", text) else 0 for text in texts]
+    return max(found) if all(found) and found else 0
 
 
 def full_disk(directory: RunDirectory) -> str:

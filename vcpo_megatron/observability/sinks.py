@@ -114,7 +114,7 @@ def cut_back(path: Path, first_step_to_drop: int) -> list[int]:
         try:
             step = json.loads(line)["step"]
             keep = step < first_step_to_drop
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             torn.append(number)
             continue
         if keep:
@@ -152,11 +152,17 @@ class TensorBoardSink:
         self._writer.close()
 
 
+def _number(text: str) -> float:
+    """An integer of a line; one beyond 18 digits, which somebody else wrote, as a float."""
+    return int(text) if len(text) <= 18 else float(text)
+
+
 class JsonlFollower:
     """Reads the rows that are added to ``path``; the file need not exist yet.
 
     When the file is replaced or shortened (``cut_back``), it is read again from its start: a consumer that keeps
-    rows keys them by ``step``. A line that is not an object is left out.
+    rows keys them by ``step``. A line that is no object with a ``step`` is left out; an integer that no counter can
+    reach is taken as a float, maybe an infinite one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -184,10 +190,10 @@ class JsonlFollower:
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         try:
-            row = json.loads(line)
-        except ValueError:
+            row = json.loads(line, parse_int=_number)
+        except (ValueError, RecursionError):
             row = None
-        if not isinstance(row, dict):
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
             return None
         return {name: math.nan if value is None else value for name, value in row.items()}
 

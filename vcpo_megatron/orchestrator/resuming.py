@@ -62,6 +62,7 @@ async def accept(context: ProcessContext, config: RunConfig, state: dict[str, An
 
     try:
         plan = await recorder.write(go_back)
+        directory.make_checkpoints()  # before the history: a run that has one and no such folder has lost it
         record(directory, attempt=context.attempt, step=context.resume_step, values=written(config))
         if directory.proposed.exists():
             os.replace(directory.proposed, directory.resolved)

@@ -22,6 +22,7 @@ from ..config.checks.servers import TESTED_SGLANG, installed_sglang
 from ..config.fused_kernels import InstalledKernels, find_kernels
 from ..launch.devices import installed_gpus, visible_gpus
 from ..run.directory import write_atomically
+from ..run.text import printable
 
 Level = Literal["ok", "note", "missing", "wrong"]
 
@@ -83,7 +84,7 @@ def render(findings: Iterable[Finding]) -> str:
     """The report as aligned text."""
     rows = list(findings)
     width = max((len(row.name) for row in rows), default=0)
-    return "\n".join(f"{row.level:<8}{row.name:<{width}}  {row.text}" for row in rows)
+    return "\n".join(f"{row.level:<8}{row.name:<{width}}  {printable(row.text)}" for row in rows)
 
 
 def _release(version: str) -> tuple[int, ...]:

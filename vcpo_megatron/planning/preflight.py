@@ -9,6 +9,7 @@ from ..launch.devices import visible_gpus
 from ..launch.placement import Plan
 from ..launch.ports import PortError, choose_ports
 from ..launch.reach import reach_problems
+from ..launch.supervision import no_orphans
 from ..models.tokenizer import TokenizerError
 from ..orchestrator.modes.environment_check import Examination, check_environment
 from ..run.errors import ConfigError
@@ -23,7 +24,8 @@ def config_problems(config: RunConfig, examination: Examination = NOTHING_PLAYED
     from its start, not from a checkpoint of its own."""
     found = [*problems(config, begins=begins), *reach_problems(config, visible_gpus())]
     try:
-        of_environment = check_environment(config, examination)
+        with no_orphans():  # a user's code may start processes that leave its worker's group
+            of_environment = check_environment(config, examination)
     except (ConfigError, TokenizerError):
         return found  # already among them
     # A file that is missing or broken was named once already, with its key.

@@ -54,7 +54,7 @@ def print_evaluations(
     lines = aligned([names, *([_cell(row, name) for name in names] for row in rows)])
     print(f"{lines[0]}  answer")
     for line, row in zip(lines[1:], rows, strict=True):
-        print(f"{line}  {row['reason'] or row['finish_reason'] or '-'}".rstrip())
+        print(f"{line}  {printable(row['reason'] or row['finish_reason'] or '-')}".rstrip())
         if transcripts:
             print("\n".join(lines_of(row)))
 

@@ -51,4 +51,9 @@ def _value(rows: Sequence[Mapping[str, Any]], name: str, of: str) -> float | Non
     values = [float(value) for row in rows if isinstance(value := row.get(name), int | float) and math.isfinite(value)]
     if not values:
         return None
-    return values[-1] if of == "last" else math.fsum(values) / len(values)
+    if of == "last":
+        return values[-1]
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:  # of two numbers near the largest
+        return math.fsum(value / len(values) for value in values)

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ..run.text import printable
+
 
 def cell(value: Any, form: str) -> str:
-    """``value`` in a format; "-" for None."""
-    return "-" if value is None else format(value, form) if form else str(value)
+    """``value`` in a format; "-" for None. Text, which may be a user's or a policy's, is ``printable``."""
+    return "-" if value is None else format(value, form) if form else printable(str(value))
 
 
 def aligned(table: Sequence[Sequence[str]], width: int | None = None) -> list[str]:

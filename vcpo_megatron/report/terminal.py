@@ -12,7 +12,7 @@ from typing import Any
 
 from ..orchestrator.store.reader import StoreReader
 from ..orchestrator.store.schema import StoreError
-from ..run.text import kind_of
+from ..run.text import kind_of, printable
 from .learning import learning_table, span
 from .tables import aligned, cell, terminal_width
 from .transcript import Transcripts, lines_of
@@ -127,7 +127,7 @@ def _print_totals(store: StoreReader, *, as_json: bool) -> None:
     reasons = totals.pop("reasons")
     print(", ".join(f"{name} {count}" for name, count in totals.items()))
     for reason, count in reasons.items():
-        print(f"{count:>8}  {reason}")
+        print(f"{count:>8}  {printable(reason)}")
 
 
 def _line(row: Mapping[str, Any]) -> str:

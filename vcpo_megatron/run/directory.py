@@ -28,6 +28,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from .integrity import ChangedError, crc_of_file, sealed, unsealed
+from .text import one_line
 
 MANIFEST = "manifest.json"
 
@@ -218,12 +219,17 @@ class RunDirectory:
             return "; ".join(damaged) or None
         name = latest.read_text(errors="replace").strip()
         step = name.removeprefix("step_")
-        if step.isdecimal() and int(step) <= newest:
+        if step.isdecimal() and len(step) <= len(str(newest)) and int(step) <= newest:
             return None
-        return f"{latest} names {name or 'nothing'}, and this is no complete checkpoint any more"
+        return f"{latest} names {one_line(name) or 'nothing'}, and this is no complete checkpoint any more"
 
     def _damage(self, step: int) -> str | None:
         return damage(self.checkpoint(step))
+
+    def make_checkpoints(self) -> None:
+        """Make the folder of the checkpoints, durably, unless it is there."""
+        self.checkpoints.mkdir(exist_ok=True)
+        _flush(self.path)
 
     def complete(self, step: int, manifest: Manifest, checksums: Mapping[str, int] = {}) -> None:
         """Mark checkpoint ``step`` complete and make it the latest, after everything in it is on disk.

@@ -63,6 +63,11 @@ def recorded(directory: RunDirectory, step: int | None) -> Recorded:
     return Recorded(values, replaced)
 
 
+def last_step(directory: RunDirectory) -> int:
+    """The highest step that an attempt went on from, which had a complete checkpoint then; 0 for none."""
+    return max((event["step"] for event in _events(directory.history)), default=0)
+
+
 def record(directory: RunDirectory, *, attempt: int, step: int | None, values: Values) -> None:
     """Add the lines of an attempt that goes on from checkpoint ``step`` (None: from the start) with ``values``.
 
@@ -97,13 +102,30 @@ def _append(path: Path, events: list[Mapping[str, Any]]) -> None:
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines of the file; a torn one, which nothing came of, is passed over."""
+    """Lines of the file; a torn or damaged one, which cannot say what came of it, is passed over."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(event, dict) and {"event", "attempt"} <= event.keys():
+        if isinstance(event, dict) and _is_whole(event):
             yield event
+
+
+def _is_whole(event: Mapping[str, Any]) -> bool:
+    """Whether ``event`` holds what its kind is read for."""
+    if type(event.get("attempt")) is not int or type(event.get("step")) is not int:
+        return False
+    match event.get("event"):
+        case "start":
+            return isinstance(event.get("values"), dict) and all(map(_is_toml_text, event["values"].values()))
+        case "change":
+            return isinstance(event.get("key"), str) and "new" in event and _is_toml_text(event["new"])
+        case kind:
+            return kind == "resume"
+
+
+def _is_toml_text(value: object) -> bool:
+    return value is None or isinstance(value, str)

@@ -7,6 +7,9 @@ import textwrap
 
 #: How characters that an encoding does not have are written where text leaves the process: as Python escapes them.
 ESCAPED = "backslashreplace"
+_WORD = re.compile(r"\S+")
+#: Characters beyond a limit that a line is cut to before it is wrapped.
+_MARGIN = 100
 
 
 def encodable(text: str, encoding: str = "utf-8") -> str:
@@ -24,10 +27,22 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def _beginning(text: str, length: int) -> str:
+    """The words of ``text`` with one blank between them, all or more than ``length`` characters; what follows is not
+    looked at, since an exception may hold all of a file."""
+    words, size = list[str](), 0
+    for match in _WORD.finditer(text):
+        words.append(text[match.start() : min(match.end(), match.start() + length)])
+        size += len(words[-1]) + 1
+        if size > length + 1:
+            break
+    return " ".join(words)
+
+
 def one_line(text: object, limit: int = 300) -> str:
     """``text`` without line breaks (an exception that says nothing: its type), ``encodable``; what is longer than
     ``limit`` characters ends after a whole word, with "..."."""
-    line = encodable(" ".join(str(text).split()))
+    line = encodable(_beginning(str(text), limit + _MARGIN))
     if not line and isinstance(text, BaseException):
         line = type(text).__name__
     if len(line) <= limit:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import decimal
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -203,6 +205,40 @@ def test_a_bad_row_is_named(chat_folder: Path, row: Any, options: dict[str, Any]
     assert problem(chat_folder, [ROWS[0], row], **options).startswith(f"{chat_folder}/train.jsonl: {said}")
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [("1?", "its prompt cannot be written (Exception: WordLevel error"), ("", "its prompt, '', has no tokens")],
+)
+def test_a_row_without_usable_tokens_is_named(
+    make_tokenizer: Callable[[str], Path], place: int, prompt: str, said: str
+) -> None:
+    folder = make_tokenizer("0123456789+=")
+    rows = [*ROWS[:2]]
+    rows.insert(place, {"prompt": prompt, "answer": "2"})
+    assert problem(folder, rows, chat=False).startswith(f"{folder}/train.jsonl: line {place + 1}: {said}")
+    held = problem(folder, ROWS, rows, chat=False)
+    assert held.startswith(f"{folder}/heldout.jsonl: line {place + 1}: {said}")
+
+
+@pytest.mark.parametrize(
+    "extra", [datetime.datetime(2026, 1, 2), datetime.date(2026, 1, 2), decimal.Decimal("1.5"), b"\xff"]
+)
+def test_messages_may_hold_whatever_a_parquet_file_has(chat_folder: Path, extra: Any) -> None:
+    rows = [{"prompt": [{**USER, "content": str(n), "at": extra}], "answer": "2"} for n in (1, 2, 2, 3)]
+    environment = make(chat_folder, rows, rows[1:2], suffix="parquet")
+    names = {environment.train_example(index).prompt_id for index in range(2)}
+    assert names == {"train/0/0", "train/0/3"}  # rows of the prompt that is held out are found
+
+
+@pytest.mark.parametrize("answer", [1.0, "two", ["?", "2"]])
+def test_a_reference_that_the_tokenizer_cannot_write_has_no_tokens(
+    make_tokenizer: Callable[[str], Path], answer: Any
+) -> None:
+    environment = make(make_tokenizer("0123456789+="), [{"prompt": "1+1", "answer": answer}], chat=False)
+    assert environment.reference(environment.train_example(0)) == ()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -219,6 +255,20 @@ def test_a_bad_setting_is_named(chat_folder: Path, options: dict[str, Any], said
     with pytest.raises(EnvironmentSetupError) as caught:
         make(chat_folder, **options)
     assert any(line.startswith(said) for line in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"reward": 5}, "environment.options.reward = 5: give a reward's name"),
+        ({"reward": ["number"]}, "environment.options.reward = ['number']: give a reward's name"),
+        ({"reward": {"use": "number"}}, "environment.options.reward = {'use': 'number'}: give a reward's name"),
+        ({"held": ROWS[:1], "fields": {"promt": "x"}}, "environment.fields names 'promt'"),
+        ({"held": ROWS[:1], "fields": {"promt": "x", "anser": "y"}}, "environment.fields names 'anser', 'promt'"),
+    ],
+)
+def test_a_bad_setting_is_one_line(chat_folder: Path, options: dict[str, Any], said: str) -> None:
+    assert problem(chat_folder, **options).startswith(said)
 
 
 def test_all_problems_are_found_together(chat_folder: Path) -> None:

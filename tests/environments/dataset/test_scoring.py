@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import re
+import time
 from fractions import Fraction
 from typing import Any
 
@@ -59,6 +62,45 @@ def test_exact_match(response: str, reference: Any, options: dict[str, Any], rew
 )
 def test_final_number(text: str, value: Fraction | None) -> None:
     assert final_number(text) == value
+
+
+#: The rule of ``final_number`` for one number, written plainly; it takes quadratic time.
+_PLAINLY = re.compile(
+    r"(?<![\w.])(?:(?<![\w)\]}])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+|(?=\.\d))(?:\.\d+)?(?:/\d+)?"
+)
+
+
+def test_the_last_number_is_that_of_the_plain_rule() -> None:
+    draw = random.Random(0)
+    for _ in range(5_000):
+        pieces = ["1", "12", "123", "000", "4567", ",", ",", ",", ",000", ",234", ".", "/", "-", " ", "x", ")"]
+        text = "".join(draw.choices(pieces, k=draw.randrange(1, 12)))
+        found = _PLAINLY.findall(text)
+        assert final_number(text) == (final_number(f"#### {found[-1]}") if found else None), text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1" + ",000" * 50_000 + "0", 0),
+        ("7" + ",123" * 50_000 + ",", 123),
+        ("-1" + ",234" * 50_000 + ",5 ", 5),
+        ("#### 1" + ",000" * 50_000 + "0", 1),
+        ("#### 1,000,00 " * 15_000, 1),
+        ("1" * 200_000, None),
+        ("1.1" * 70_000, None),
+        ("1/1" * 70_000 + " 3", 3),
+        ("####" * 50_000 + " 3", 3),
+        ("#### " + " " * 200_000 + "$3", 3),
+        ("\\boxed{" * 30_000 + "3" + "}" * 30_000, 3),
+        ("{" * 200_000 + "3", 3),
+    ],
+)
+def test_a_policy_in_a_loop_costs_linear_time(text: str, value: int | None) -> None:
+    started = time.process_time()
+    found = final_number(text)
+    assert time.process_time() - started < 3.0  # quadratic: minutes
+    assert value is None or found == value
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,53 @@ def test_all_that_is_wrong_with_a_description_is_named_together() -> None:
         described(sampling={"stop": object()})
 
 
+class _Raises:
+    name, fingerprint, sampling = "n", "f", {}
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        raise KeyError("data")
+
+
+_ITSELF: list[Any] = []
+_ITSELF.append(_ITSELF)
+_DEEP: list[Any] = []
+for _ in range(5000):
+    _DEEP = [_DEEP]
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "said"),
+    [
+        ("max_prompt_tokens", 10**30, "max_prompt_tokens = 1" + "0" * 30 + ": give the length of the longest prompt"),
+        ("max_prompt_tokens", -5, "max_prompt_tokens = -5: give the length"),
+        ("max_prompt_tokens", 0, "max_prompt_tokens = 0: give the length"),
+        pytest.param("max_prompt_tokens", 10**5000, "max_prompt_tokens = a int, whose repr raised ", id="digits"),
+        ("max_prompt_tokens", 2.5, "max_prompt_tokens = 2.5: give the length"),
+        ("notes", 5, "notes = 5: give a list of texts"),
+        ("notes", "one text", "notes = 'one text': give a list of texts"),
+        ("notes", ["a", None], "notes[1] = None: give texts"),
+        ("sampling", {"stop": _ITSELF}, "sampling['stop'] = [[...]]: nested too deeply"),
+        ("sampling", {"stop": _DEEP}, "sampling['stop'] = a list, whose repr raised RecursionError: nested too deeply"),
+        ("sampling", {"top_k": 10**30}, "sampling['top_k'] = 1" + "0" * 30 + ": too large"),
+        ("sampling", {"top_k": np.complex128(1)}, "sampling['top_k'] = "),
+        ("sampling", 5, "sampling = 5: give a mapping"),
+        ("name", 5, "name = 5: give a text"),
+    ],
+)
+def test_a_member_of_no_use_is_named_with_its_value(member: str, value: Any, said: str) -> None:
+    with pytest.raises(EnvironmentSetupError) as caught:
+        described(**{member: value})
+    (line,) = caught.value.problems
+    assert line.startswith(f"environment {'of SimpleNamespace' if member == 'name' else repr('n')}: {said}")
+
+
+def test_a_member_that_raises_is_named() -> None:
+    environment: Any = _Raises()
+    with pytest.raises(EnvironmentSetupError, match="environment 'n': max_prompt_tokens raised KeyError: 'data'"):
+        values.description(environment, [])
+
+
 def test_a_value_whose_repr_fails_is_named_by_its_type() -> None:
     class Secret:
         def __repr__(self) -> str:

@@ -51,7 +51,7 @@ def test_a_wave_shares_the_buckets_and_no_third_one_is_made() -> None:
     run_tensor(work, verify=True)
 
 
-def test_a_refused_bucket_stops_the_sender_and_each_is_tried_by_itself() -> None:
+def test_a_refused_bucket_stops_the_sender_and_each_is_tried_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: TensorLearner) -> None:
         async def refuse(number: int) -> None:
             if number == 1:
@@ -64,6 +64,28 @@ def test_a_refused_bucket_stops_the_sender_and_each_is_tried_by_itself() -> None
         assert sender.log == ["send 1.0", "stop", "send 1.0", "send 1.0"]
 
     run_tensor(work)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "one by one" in line]
+    assert "rollout server 0, rollout server 1" in line and "shape mismatch" in line
+
+
+def test_of_several_that_are_late_none_is_blamed_before_each_was_tried_by_itself() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: TensorLearner) -> None:
+        def hang_once(client: Any) -> None:
+            pause = client.pause
+
+            async def hang(mode: str) -> None:
+                client.pause = pause
+                await asyncio.sleep(60)
+
+            client.pause = hang
+
+        hang_once(clients[0])
+        hang_once(clients[1])
+        sync.offer(tensor(0))
+        await sync.all_loaded(0)
+        assert [client.events.count("start") for client in clients] == [1, 1, 1]
+
+    run_tensor(work, servers=3, wave=3, timeout_s=1.0, max_restarts=1)
 
 
 def test_the_one_server_that_is_late_is_replaced_and_the_other_is_updated_at_once() -> None:

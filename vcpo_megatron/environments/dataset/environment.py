@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ...config.schema import EnvironmentConfig
 from ..base import Action, EnvironmentSetupError, Example, Observation, Outcome, Problems, fingerprint, parse_options
@@ -30,12 +30,21 @@ from .scoring import Answered, references
 NAME = "dataset"
 
 
+def _name_or_tables(value: Any) -> Any:
+    if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
+        raise ValueError("give a reward's name, or a list of tables { use = ... }")
+    return value
+
+
+_NameOrTables = Annotated[str | list[dict[str, Any]], BeforeValidator(_name_or_tables)]
+
+
 class DatasetOptions(BaseModel):
     """``environment.options``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    reward: str | list[dict[str, Any]] = Field("exact_match", description="a reward's name, or a list of tables")
+    reward: _NameOrTables = Field("exact_match", description="a reward's name, or a list of tables")
     chat: bool = Field(True, description="write prompts in the model's chat template; false: as plain text")
     template_arguments: dict[str, Any] = Field({}, description="arguments of the chat template")
     system: str | None = Field(None, description="system prompt, in place of a row's own")
@@ -82,10 +91,10 @@ class Dataset:
             )
         self._order = ShuffledOrder(len(self._rows), seed)
         self.sampling: Mapping[str, Any] = {}
+        self.max_prompt_tokens = max(self._writer.lengths((*self._rows, *held)))  # names a row that cannot be written
         contents = [(row.number, dict(row.values)) for row in (*self._rows, *held)]
         first = self.prompt_tokens(self._rows[0])
         self.fingerprint = fingerprint(NAME, options.model_dump(), seed, len(held), contents, first)
-        self.max_prompt_tokens = max(self._writer.lengths((*self._rows, *held)))
 
     def _without_long(self, rows: Sequence[Row], limit: int | None, path: Path | None) -> list[Row]:
         if limit is None:
@@ -122,12 +131,16 @@ class Dataset:
         return self._writer.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def reference(self, example: Example) -> tuple[int, ...]:
-        """Tokens of the row's reference answer; none where it has none that is a text or a number."""
+        """Tokens of the row's reference answer; none where it has none that is a text or a number, or none that the
+        tokenizer can write: "1.0" may be equal to what a policy with the digits alone answers."""
         try:
             (text, *_) = references(self._row(example).answer)
         except ValueError:
             return ()
-        return tuple(self._writer.tokenizer.encode(text, add_special_tokens=False).ids)
+        try:
+            return tuple(self._writer.tokenizer.encode(text, add_special_tokens=False).ids)
+        except Exception:  # fault boundary: the library raises bare Exception for everything
+            return ()
 
     def prompt_tokens(self, row: Row) -> tuple[int, ...]:
         return self._writer.tokens(row.prompt)

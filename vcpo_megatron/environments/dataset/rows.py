@@ -40,8 +40,8 @@ class Row:
 
     @property
     def identity(self) -> str:
-        """Equal for rows of equal prompts."""
-        return json.dumps(self.prompt, sort_keys=True)
+        """Equal for rows of equal prompts, whatever a parquet file has in its messages (a time, say)."""
+        return json.dumps(self.prompt, sort_keys=True, default=repr)
 
 
 class PromptWriter:
@@ -84,7 +84,8 @@ class PromptWriter:
         return tuple(self.tokenizer.encode(self.write(prompt), add_special_tokens=self._chat is None).ids)
 
     def lengths(self, rows: Sequence[Row]) -> Iterator[int]:
-        """Tokens of every row's prompt; EnvironmentSetupError names the first row whose prompt cannot be written."""
+        """Tokens of every row's prompt; EnvironmentSetupError names the first row whose prompt cannot be written, or
+        has no token that a policy could go on from."""
         for start in range(0, len(rows), _CHUNK):
             part = rows[start : start + _CHUNK]
             texts = [_of_row(row, lambda row: self.write(row.prompt)) for row in part]
@@ -94,7 +95,12 @@ class PromptWriter:
                 for row in part:
                     _of_row(row, lambda row: self.tokens(row.prompt))
                 raise
-            yield from map(len, found)
+            for row, encoding in zip(part, found, strict=True):
+                if not len(encoding):
+                    raise EnvironmentSetupError(
+                        f"{row.where}: its prompt, {one_line(repr(row.prompt), 80)}, has no tokens; correct the row"
+                    )
+                yield len(encoding)
 
 
 def _tokenizer(folder: Path) -> Tokenizer:

@@ -108,10 +108,14 @@ def exact_match(options: ExactMatchOptions) -> Scoring:
     return score
 
 
-_NUMBER = re.compile(
-    r"(?<![\w.])(?P<sign>(?<![\w)\]}])[-\u2212])?"
-    r"(?P<whole>\d{1,3}(?:,\d{3})+(?![\d,])|\d+|(?=\.\d))(?P<part>\.\d+)?(?:/(?P<below>\d+))?"
-)
+_SIGN = r"(?<![\w.])(?P<sign>(?<![\w)\]}])[-\u2212])?"
+_THOUSANDS = r"\d{1,3}+(?:,\d{3})++(?![\d,])"
+_UNSIGNED = rf"(?P<whole>{_THOUSANDS}|\d++|(?=\.\d))(?P<part>\.\d++)?(?:/(?P<below>\d++))?"
+_NUMBER = re.compile(_SIGN + _UNSIGNED)
+#: Numbers, of which the last is that of a text. What looks like thousands up to where it is none ("1,000,000,00") is
+#: passed over in one match but for its last number: looking for its end from each of its numbers would take a time that
+#: grows with the square of its length, and a policy in a loop writes long ones.
+_NUMBERS = re.compile(rf"{_SIGN}(?:(?!{_THOUSANDS})\d{{1,3}}+(?:,\d{{3}}(?=,\d{{3}}))*+,(?=\d{{3}})|{_UNSIGNED})")
 _LONGEST_NUMBER = 1000  # digits: Python itself reads up to 4300
 
 
@@ -128,7 +132,7 @@ def final_number(text: str) -> Fraction | None:
 
 
 def _last_number(text: str) -> Fraction | None:
-    found = list(_NUMBER.finditer(text))
+    found = list(_NUMBERS.finditer(text))
     return _value(found[-1]) if found else None
 
 

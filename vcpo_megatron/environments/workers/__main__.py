@@ -25,7 +25,7 @@ from ..base import EnvironmentSetupError
 from ..registry import make_environment
 from . import values
 from .activity import Activity
-from .host import EnvironmentHost, raised
+from .host import EnvironmentHost
 from .messages import Channel, Message, MessageError, Unpacker, pack
 from .setup import Made, WorkerSetup
 
@@ -66,6 +66,7 @@ def _make(setup: WorkerSetup, activity: Activity) -> Made:
         phase = "heldout"
         activity.enter(0, phase, 0.0)
         heldout = values.heldout(environment)
+        phase = "its description"
         return Made(environment, heldout, values.description(environment, heldout, notes))
     except EnvironmentSetupError as error:
         if error.__cause__ is not None:  # what a user's code raised
@@ -75,7 +76,7 @@ def _make(setup: WorkerSetup, activity: Activity) -> Made:
         raise EnvironmentSetupError(f"{wrong}{phase} {error}") from None
     except BaseException as error:  # fault boundary: a user's module, factory or held-out prompts
         traceback.print_exc()
-        raise EnvironmentSetupError(f"{wrong}{raised(phase, error)}") from error
+        raise EnvironmentSetupError(f"{wrong}{values.raised(phase, error)}") from error
     finally:
         activity.leave()
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...run.text import kind_of, one_line, printable
+from ...run.text import kind_of, printable
 from ..base import Action, Environment, Episode, Example, Outcome
 from . import values
 from .activity import Activity
@@ -36,7 +36,6 @@ TICK_S = 0.5
 _EXAMPLES = 1024
 #: Kinds of failures whose traceback is written to the log, once each.
 _TRACEBACKS = 50
-_MESSAGE_LENGTH = 1000
 
 
 @dataclass(eq=False)
@@ -77,16 +76,6 @@ class _Tracebacks:
                 traceback.print_exception(error)
             except Exception as second:  # fault boundary: a user's exception that cannot be shown
                 print(f"(its traceback cannot be shown: {type(second).__name__})", flush=True)
-
-
-def raised(phase: str, error: BaseException) -> str:
-    """ "PHASE raised TYPE: what it says", in one line that any encoding takes."""
-    try:
-        text = str(error)
-    except Exception as second:  # fault boundary: a user's __str__
-        text = f"(its message cannot be shown: {type(second).__name__})"
-    said = one_line(f"{phase} raised {type(error).__name__}: {text}".removesuffix(": "), _MESSAGE_LENGTH)
-    return said.encode("utf-8", "backslashreplace").decode()
 
 
 class EnvironmentHost:
@@ -239,7 +228,7 @@ class EnvironmentHost:
     def _why(self, job: _Job, error: BaseException) -> str:
         if isinstance(error, values.BadValue):
             return str(error)
-        message = raised(job.phase, error)
+        message = values.raised(job.phase, error)
         self._tracebacks.write(message, error)
         return message
 

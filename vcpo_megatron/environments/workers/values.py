@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
 from typing import Any
@@ -17,6 +17,11 @@ from ...run.text import one_line
 from ..base import Environment, EnvironmentSetupError, Example, Observation, Outcome
 
 _MOST_TOKEN = 2**31 - 1
+_MOST_PROMPT = 2**31 - 1  # tokens
+_MOST_INTEGER = 2**63 - 1  # of a message
+_MESSAGE_LENGTH = 1000
+#: Levels of lists in a sampling parameter.
+_DEEPEST = 8
 
 
 class BadValue(ValueError):
@@ -29,6 +34,16 @@ def shown(value: object) -> str:
         return one_line(repr(value), 120)
     except Exception as error:  # fault boundary: a user's __repr__; the value is named by its type
         return f"a {type(value).__name__}, whose repr raised {type(error).__name__}"
+
+
+def raised(phase: str, error: BaseException) -> str:
+    """ "PHASE raised TYPE: what it says", in one line that any encoding takes."""
+    try:
+        text = str(error)
+    except Exception as second:  # fault boundary: a user's __str__
+        text = f"(its message cannot be shown: {type(second).__name__})"
+    said = one_line(f"{phase} raised {type(error).__name__}: {text}".removesuffix(": "), _MESSAGE_LENGTH)
+    return said.encode("utf-8", "backslashreplace").decode()
 
 
 def number(value: object) -> float:
@@ -141,50 +156,89 @@ def text(result: object) -> str:
 
 
 def description(environment: Environment, heldout: Sequence[Example], notes: Sequence[str] = ()) -> dict[str, Any]:
-    """What the run asks about ``environment``; EnvironmentSetupError names the member that is of no use.
+    """What the run asks about ``environment``; EnvironmentSetupError names the members that are of no use.
 
-    ``notes``: what there is to say beside the environment's own.
+    ``notes``: what there is to say beside the environment's own, which it need not have.
     """
-    problems = [
-        f"{name} = {shown(value)}: give a text"
-        for name in ("name", "fingerprint")
-        if not isinstance(value := getattr(environment, name), str)
-    ]
-    longest, sampling = environment.max_prompt_tokens, environment.sampling
-    try:
-        longest = operator.index(longest)
-    except TypeError:
-        problems.append(f"max_prompt_tokens = {shown(longest)}: give the length of the longest prompt in tokens")
-    if not isinstance(sampling, Mapping):
-        problems.append(f"sampling = {shown(sampling)}: give a mapping of sampling parameters, {{}} for none")
-        sampling = {}
-    plain = {}
-    for key, value in sampling.items():
+    found, problems = dict[str, Any](notes=[]), list[str]()
+    cause: Exception | None = None
+    for name, check in _MEMBERS.items():
         try:
-            plain[str(key)] = _plain(value)
+            if name != "notes" or hasattr(environment, name):
+                found[name] = check(getattr(environment, name))
         except BadValue as error:
-            problems.append(f"sampling[{key!r}] = {error}")
+            problems.append(f"{name}{error}")
+        except Exception as error:  # fault boundary: a user's property
+            problems.append(raised(name, error))
+            cause = error
     if problems:
-        raise EnvironmentSetupError(*(f"environment {shown(environment.name)}: {problem}" for problem in problems))
-    return {
-        "name": environment.name,
-        "fingerprint": environment.fingerprint,
-        "sampling": plain,
-        "max_prompt_tokens": longest,
-        "heldout": [held.prompt_id for held in heldout],
-        "notes": [
-            one_line(note, 1000) for note in (*notes, *getattr(environment, "notes", ()))
-        ],  # it need not have any
-    }
+        who = shown(found["name"]) if "name" in found else f"of {type(environment).__name__}"
+        raise EnvironmentSetupError(*(f"environment {who}: {problem}" for problem in problems)) from cause
+    found["notes"] = [one_line(note, _MESSAGE_LENGTH) for note in (*notes, *found["notes"])]
+    return {**found, "heldout": [held.prompt_id for held in heldout]}
 
 
-def _plain(value: object) -> Any:
-    """A sampling parameter: nothing, a number, a text, or several."""
+# Checks of members: BadValue with what is to follow the member's name.
+
+
+def _text_member(value: object) -> str:
+    if not isinstance(value, str):
+        raise BadValue(f" = {shown(value)}: give a text")
+    return value
+
+
+def _longest_prompt(value: Any) -> int:
+    try:
+        longest = operator.index(value)
+    except TypeError:
+        longest = 0
+    if not 1 <= longest <= _MOST_PROMPT:
+        raise BadValue(f" = {shown(value)}: give the length of the longest prompt in tokens")
+    return longest
+
+
+def _sampling(value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise BadValue(f" = {shown(value)}: give a mapping of sampling parameters, {{}} for none")
+    plain = {}
+    for key, item in value.items():
+        try:
+            plain[str(key)] = _plain(item)
+        except BadValue as error:
+            raise BadValue(f"[{shown(key)}] = {shown(item)}: {error}") from None
+    return plain
+
+
+def _notes(value: object) -> list[str]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise BadValue(f" = {shown(value)}: give a list of texts")
+    found = list(value)
+    for position, note in enumerate(found):
+        if not isinstance(note, str):
+            raise BadValue(f"[{position}] = {shown(note)}: give texts")
+    return found
+
+
+_MEMBERS: Mapping[str, Callable[[Any], Any]] = {
+    "name": _text_member,
+    "fingerprint": _text_member,
+    "sampling": _sampling,
+    "max_prompt_tokens": _longest_prompt,
+    "notes": _notes,
+}
+
+
+def _plain(value: object, depth: int = 0) -> Any:
+    """A sampling parameter: nothing, a number, a text, or several; BadValue says what to give."""
+    if depth > _DEEPEST:
+        raise BadValue("nested too deeply; give a number, a text or several of them")
+    if isinstance(value, int) and abs(value) > _MOST_INTEGER:
+        raise BadValue("too large; give a number of 64 bits")
     if value is None or type(value) in (bool, int, float, str):
         return value
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return value.item()
+        return _plain(value.item(), depth + 1)
     if isinstance(value, Sequence | set | frozenset) or hasattr(value, "tolist"):
         items: Any = value
-        return [_plain(item) for item in (items.tolist() if hasattr(value, "tolist") else items)]
-    raise BadValue(f"{shown(value)}: give a number, a text or several of them")
+        return [_plain(item, depth + 1) for item in (items.tolist() if hasattr(value, "tolist") else items)]
+    raise BadValue("give a number, a text or several of them")

@@ -25,6 +25,7 @@ from ...rollout.agent_loop import Generate, run_episode
 from ...rollout.fleet.fleet import Fleet
 from ...rollout.fleet.server import Server
 from ...run.tasks import cancel
+from ...run.text import printable
 from ...types import Trajectory
 from ..peers.weight_sync import WeightSync
 from ..store.recorder import Recorder
@@ -66,7 +67,7 @@ def summary(version: int, samples: Sequence[HeldOutSample]) -> dict[str, float]:
                 f"{count}, first: {reasons[0]}; accuracy is over the others, and too many are missing for this version "
                 f"to be `best` (more than {MOST_FAILED:.0%})"
             )
-        print(f"{what} {text}", flush=True)
+        print(printable(f"{what} {text}"), flush=True)
     return result
 
 

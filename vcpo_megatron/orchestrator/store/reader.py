@@ -130,6 +130,8 @@ class StoreReader:
         ``step`` and ``prompt_id`` select. ``step`` is None for what was not trained; ``staleness`` is that of the
         trajectory itself, versions between its oldest token and the step.
         """
+        if step is not None and not 0 <= step < 2**63:  # SQLite takes no more
+            return
         wanted = [("g.step = ?", step), ("g.prompt_id = ?", None if prompt_id is None else encodable(prompt_id))]
         where = [condition for condition, value in wanted if value is not None] or ["1"]
         query = (

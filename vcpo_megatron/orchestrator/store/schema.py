@@ -148,18 +148,24 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
+def refuse_missing(path: Path) -> None:
+    """StoreError when there is no store in ``path``, of a run that has checkpoints."""
+    if not path.exists() or path.stat().st_size == 0:
+        what = "empty" if path.exists() else "missing"
+        raise StoreError(
+            f"rollout store {path} is {what}, and the run has checkpoints that need it; put back the file that belongs "
+            "to them, with its -wal file if there is one, or start a new run in another --run-dir"
+        )
+
+
 def open_exclusively(path: Path, *, create: bool = True) -> sqlite3.Connection:
     """Open ``path`` for the one process that writes it, and make it when it is missing or empty, or refuse it then.
 
     A reader that looks into it keeps it busy; it is waited for ``BUSY_S`` seconds. Each commit is on disk before it
     returns (synchronous FULL). The connection may be used by any one thread at a time.
     """
-    if not create and (not path.exists() or path.stat().st_size == 0):
-        what = "empty" if path.exists() else "missing"
-        raise StoreError(
-            f"rollout store {path} is {what}, and the run has checkpoints that need it; put back the file that belongs "
-            "to them, with its -wal file if there is one, or start a new run in another --run-dir"
-        )
+    if not create:
+        refuse_missing(path)
     deadline = time.monotonic() + BUSY_S
     while True:
         try:
