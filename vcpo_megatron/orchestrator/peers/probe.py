@@ -35,11 +35,18 @@ class Prober:
             return None
         movement = self._movements.setdefault(server, Movement(self._dtype))
 
+        def holds() -> bool:
+            return server.version == weights.version and not server.updating
+
         async def ask() -> Doubt | None:
+            if not holds():
+                return None  # what it computes now may be the next version, whose load asks anew
             try:
                 scored = await server.client.score(self._tokens)
             except ProtocolError as error:
                 return Doubt(f"cannot score the probe ({error})")
+            if not holds():
+                return None
             problem = movement.problem(np.asarray(scored), np.asarray(weights.probe))
             return None if problem is None else Doubt(f"took weights {weights.version} and {problem}")
 
