@@ -16,7 +16,7 @@ from vcpo_megatron.types import PolicyVersion
 @pytest.mark.parametrize("overtaken", ["before", "meanwhile"])
 def test_log_probs_of_a_later_version_are_not_held_against_an_earlier_one(overtaken: str) -> None:
     """The second update comes before the probe of the first: the load of the second has changed something."""
-    server: Any = SimpleNamespace(version=None, updating=False)
+    server: Any = type("Server", (), {})()  # servers are told apart by what they are
     prober = Prober(97, "float32")
 
     async def ask(number: int, computed: float, *, late: bool) -> object:
