@@ -97,7 +97,7 @@ VICTIMS = ("learner 0", "learner 1", "orchestrator 0", "server 0", "supervisor")
 @pytest.mark.timeout(900)
 def test_kill_9_of_each_process_leaves_no_orphan_and_the_run_resumes(tmp_path: Path) -> None:
     """One run, five deaths: every attempt writes a checkpoint of its own before one of its processes is killed."""
-    settings = ("train.steps=40", "checkpoint.every=5", "train.eval_every=0")
+    settings = ("train.steps=40", "checkpoint.every=5", "train.eval_every=0", "rollout.max_restarts=0")
     for number, victim in enumerate(VICTIMS):
         before = newest_checkpoint(tmp_path / "run")
         with Run(tmp_path / "run", *(() if number else settings), resume=number > 0) as run:
