@@ -178,27 +178,9 @@ def write_model_folder(folder: Path, changes: Mapping[str, Any] | None = None) -
     (folder / "config.json").write_text(json.dumps({**TINY_CONFIG, **(changes or {})}))
     write_safetensors(folder / "model.safetensors", TINY_TENSORS)
     vocabulary = {**{str(digit): digit for digit in range(10)}, "=": 10}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "normalizer": None,
-        "post_processor": None,
-        "added_tokens": [
-            {
-                "id": 11,
-                "content": "<eos>",
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-        ],
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
-        "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "="},
-    }
+    from tests.tokenizer_files import character_tokenizer  # here: test_conftest runs this file by itself
+
+    tokenizer = character_tokenizer(vocabulary, unknown="=", special=("<eos>",))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 

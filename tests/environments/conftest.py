@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.environments.in_process import forgotten_modules
+from tests.tokenizer_files import character_tokenizer
 
 CHATML = (
     "{% for message in messages %}<s>{{ message['role'] + ' ' + message['content'] }}</s>{% endfor %}"
@@ -37,29 +38,8 @@ def make_tokenizer(tmp_path: Path) -> Callable[[str], Path]:
 def chat_folder(tmp_path: Path) -> Path:
     """A tokenizer of single characters with <s> and </s>, and a template."""
     letters = "".join(map(chr, range(32, 127)))
-    added = [
-        {
-            "id": len(letters) + number,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for number, token in enumerate(("<s>", "</s>"))
-    ]
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "normalizer": None,
-        "post_processor": None,
-        "added_tokens": added,
-        "decoder": {"type": "Fuse"},
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
-        "model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(letters)}, "unk_token": " "},
-    }
+    vocabulary = {character: index for index, character in enumerate(letters)}
+    tokenizer = character_tokenizer(vocabulary, unknown=" ", special=("<s>", "</s>"))
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": "</s>"}))
     return tmp_path

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.tokenizer_files import character_tokenizer
 from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments import arithmetic, chat
 from vcpo_megatron.environments.base import EnvironmentSetupError
@@ -20,7 +21,6 @@ DAY = datetime.date(2026, 1, 31)
 LETTERS = "".join(map(chr, range(32, 127))) + "\nö"
 ADDED = ("<s>", "</s>", "<turn>", "<end>")
 END = len(LETTERS) + 3
-SPLIT = {"behavior": "Isolated", "invert": False}
 CHATML = (
     "{% for message in messages %}<turn>{{ message['role'] }}\n{{ message['content'] }}<end>\n{% endfor %}"
     "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
@@ -34,24 +34,8 @@ def make(tmp_path: Path) -> Make:
     """make(template, eos=..., generation=..., **settings): a model's folder; a tokenizer of characters and ADDED."""
 
     def build(template: str = CHATML, *, eos: Any = None, generation: Any = None, **settings: Any) -> Path:
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        added = [{"id": len(LETTERS) + number, "content": token, **flags} for number, token in enumerate(ADDED)]
-        tokenizer = {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "normalizer": None,
-            "post_processor": None,
-            "added_tokens": added,
-            "decoder": {"type": "Fuse"},
-            "pre_tokenizer": {
-                "type": "Split",
-                "pattern": {"Regex": "[\\s\\S]"},
-                "behavior": "Isolated",
-                "invert": False,
-            },
-            "model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(LETTERS)}, "unk_token": " "},
-        }
+        vocabulary = {character: index for index, character in enumerate(LETTERS)}
+        tokenizer = character_tokenizer(vocabulary, unknown=" ", special=ADDED, pattern="[\\s\\S]")
         (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
         kind = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {}}
         written = {key: value for key, value in {**kind, **settings}.items() if value != "absent"}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import traceback
 
 from ..config.process import ERROR_PREFIX, ProcessContext
-from ..run.output import surviving
+from ..run.output import exit_now, surviving
 from .megatron import platform
 
 
@@ -41,9 +40,4 @@ def _run() -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    # Collectives' threads of a broken world may never end: exit without waiting for them.
-    os._exit(status)
+    exit_now(main())

@@ -27,10 +27,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
         ) from None
 
 
-def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of ``text``, with the special tokens that the tokenizer adds; TokenizerError."""
+def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of ``text``, by default with the special tokens that the tokenizer adds; TokenizerError."""
     try:
-        return list(tokenizer.encode(text).ids)
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
     except Exception as error:  # fault boundary: as above; for a word outside a vocabulary without UNK
         raise TokenizerError(f"the model's tokenizer cannot encode the text: {error}") from None
 

@@ -7,7 +7,6 @@ configuration, and the last line of standard error says why.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import traceback
@@ -29,7 +28,7 @@ from ..rollout.fleet.fleet import FleetError
 from ..rollout.fleet.router import sampling_problem
 from ..run.errors import ConfigError
 from ..run.notifier import Notifier
-from ..run.output import surviving
+from ..run.output import exit_now, surviving
 from ..run.tasks import RunError, cancel
 from ..run.text import one_line
 from ..transport.control import ControlServer, finish_sending
@@ -152,11 +151,9 @@ def _fail(message: str, code: int) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End the process at once: a thread that does not end would hold it up for minutes."""
+    """End the process when what was sent has gone out."""
     finish_sending()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    exit_now(code)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 from .text import encodable
 
@@ -90,6 +90,15 @@ def drop(stream: TextIO) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End the process with ``code`` at once: threads that never end (of a broken world's collectives, of a user's code)
+    would be waited for."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 @contextlib.contextmanager

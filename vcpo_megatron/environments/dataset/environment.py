@@ -21,6 +21,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ...config.schema import EnvironmentConfig
+from ...models.tokenizer import TokenizerError, encode_text
 from ..base import Action, EnvironmentSetupError, Example, Observation, Outcome, Problems, fingerprint, parse_options
 from ..datasets import ShuffledOrder
 from .rewards import OF_THE_ANSWER, Rewards, make_rewards
@@ -138,8 +139,8 @@ class Dataset:
         except ValueError:
             return ()
         try:
-            return tuple(self._writer.tokenizer.encode(text, add_special_tokens=False).ids)
-        except Exception:  # fault boundary: the library raises bare Exception for everything
+            return tuple(encode_text(self._writer.tokenizer, text, add_special_tokens=False))
+        except TokenizerError:
             return ()
 
     def prompt_tokens(self, row: Row) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ when it was told to stop, 1 when the environment cannot be made, which it says i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import faulthandler
 import os
 import pickle
@@ -17,9 +16,9 @@ import socket
 import sys
 import time
 import traceback
-from typing import NoReturn
 
 from ...config.process import ERROR_PREFIX
+from ...run.output import exit_now
 from ...run.text import one_line
 from ..base import EnvironmentSetupError
 from ..registry import make_environment
@@ -140,13 +139,5 @@ def main() -> int:
     return 0
 
 
-def _end(code: int) -> NoReturn:
-    """At once: threads that a user's code left behind would be waited for."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    _end(main())
+    exit_now(main())

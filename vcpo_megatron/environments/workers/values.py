@@ -42,8 +42,7 @@ def raised(phase: str, error: BaseException) -> str:
         text = str(error)
     except Exception as second:  # fault boundary: a user's __str__
         text = f"(its message cannot be shown: {type(second).__name__})"
-    said = one_line(f"{phase} raised {type(error).__name__}: {text}".removesuffix(": "), _MESSAGE_LENGTH)
-    return said.encode("utf-8", "backslashreplace").decode()
+    return one_line(f"{phase} raised {type(error).__name__}: {text}".removesuffix(": "), _MESSAGE_LENGTH)
 
 
 def number(value: object) -> float:
