@@ -194,7 +194,8 @@ def assert_equals_the_oracle(outcome: dict[str, Any], oracle: Oracle) -> None:
     assert metrics["mismatch/tokens"] == len(oracle.mismatch)
     assert metrics["mismatch/mean"] == pytest.approx(float(oracle.mismatch.mean()), abs=1e-5)
     assert metrics["mismatch/max"] == pytest.approx(float(oracle.mismatch.max()), abs=2e-5)
-    assert metrics["loss"] == pytest.approx(oracle.loss, rel=2e-5, abs=5e-6)  # terms of both signs, of about 1
+    # A sum of terms of both signs of about 1, each with its baseline: it can be no nearer than they are.
+    assert metrics["loss"] == pytest.approx(oracle.loss, rel=0, abs=2e-5)
     assert metrics["ess/ratio"] == pytest.approx(oracle.ess, rel=5e-6)
     assert metrics["lr/effective"] == pytest.approx(oracle.learning_rate, rel=5e-6)
     assert metrics["grad_norm/total"] == pytest.approx(oracle.total_norm, rel=1e-5)
