@@ -98,13 +98,12 @@ def main(argv: list[str], areas: tuple[Area, ...] = AREAS, root: Path = ROOT) ->
     arguments = parse(argv)
     try:
         areas_chosen = mutation.chosen(root, areas, arguments.modules)
-        mutants = mutation.draw(root, areas_chosen, arguments.count, arguments.seed)
+        mutants = mutation.draw(root, areas_chosen, arguments.count, arguments.seed, mutation.equivalent())
         if arguments.list:
             print("\n".join(mutation.difference(mutant, root) for mutant in mutants))
             return 0
         results = mutation.Results(arguments.out.absolute() / "results.jsonl")
-        what = mutation.run_identity(root, mutants, arguments.seed, arguments.count)
-        results.begin(what, resume=arguments.resume, again=arguments.again)
+        results.begin(mutation.run_identity(root, areas), resume=arguments.resume, again=arguments.again)
         session = mutation.Session(root, mutants, results, arguments.workers, lambda line: print(line, flush=True))
         try:
             session.run()
@@ -116,7 +115,8 @@ def main(argv: list[str], areas: tuple[Area, ...] = AREAS, root: Path = ROOT) ->
         print(f"mutants: {error}", file=sys.stderr)
         return 2
     print(table, end="")
-    died = sum(found["outcome"] in (mutation.KILLED, mutation.TIMED_OUT) for found in results.outcomes.values())
+    ended = (results.outcomes.get(mutant.key, {"outcome": ""})["outcome"] for mutant in mutants)
+    died = sum(outcome in (mutation.KILLED, mutation.TIMED_OUT) for outcome in ended)
     return 0 if died >= SHARE * len(mutants) else 1
 
 

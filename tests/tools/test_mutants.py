@@ -114,6 +114,21 @@ def test_a_draw_is_decided_by_its_seed(project: Path) -> None:
     assert all(mutation.difference(mutant, project) for mutant in drawn)
 
 
+def test_a_change_that_no_test_could_see_is_passed_over_for_another(project: Path) -> None:
+    cosmic_ray()
+    drawn = mutation.draw(project, AREAS, 6, 0)
+    code = mutation.mutated(SOURCE, drawn[0].operator, drawn[0].occurrence)
+    passed_over = {("package/sums.py", *mutation.change(SOURCE, code)): "a reason"}
+    without = {mutant.key for mutant in mutation.draw(project, AREAS, 6, 0, passed_over)}
+    assert len(without) == 6 and without >= {mutant.key for mutant in drawn[1:]} and drawn[0].key not in without
+
+
+def test_changes_passed_over_are_of_lines_that_there_are() -> None:
+    for module, before, after in mutation.equivalent():
+        lines = list(map(str.strip, (ROOT / module).read_text().splitlines()))
+        assert all(line in lines for line in before.splitlines()), f"{module} has no line {before!r} (now {after!r})"
+
+
 @pytest.mark.timeout(300)
 def test_mutants_that_die_survive_or_are_not_covered_are_told_apart(
     project: Path, capsys: pytest.CaptureFixture[str]
@@ -123,13 +138,13 @@ def test_mutants_that_die_survive_or_are_not_covered_are_told_apart(
     arguments = ["--count", "30", "--workers", "1", "--out", str(out)]
     assert mutants.main(arguments, AREAS, project) == 1  # fewer than 90 % died
     assert (project / "package/sums.py").read_text() == SOURCE
-    drawn = {mutant.number: mutant for mutant in mutation.draw(project, AREAS, 30, 0)}
+    drawn = {mutant.key: mutant for mutant in mutation.draw(project, AREAS, 30, 0)}
     lines = (out / "results.jsonl").read_text().splitlines()
     outcomes = {found["mutant"]: found for found in map(json.loads, lines) if "mutant" in found}
     assert outcomes.keys() == drawn.keys()
-    by_line = {drawn[number].line: set() for number in drawn}
-    for number, found in outcomes.items():
-        by_line[drawn[number].line].add(found["outcome"])
+    by_line = {mutant.line: set() for mutant in drawn.values()}
+    for key, found in outcomes.items():
+        by_line[drawn[key].line].add(found["outcome"])
     assert by_line[16] == {"killed"} and by_line[20] == {"survived"} and by_line[24] == {"not covered"}
     assert any("test_sums" in found["by"] for found in outcomes.values())
     survivors = (out / "survivors.md").read_text()

@@ -9,7 +9,8 @@ drawn is what no test should hold (``left_out``): annotations, ``__all__``, code
 what is raised, printed, logged or warned), assertions, and arguments and decorators that only guard or describe
 (``frozen``, ``slots``, ``strict`` of zip, ``final``, ``abstractmethod`` ...). Docstrings hold nothing that an operator
 changes. Nor are changes drawn between kinds, which die as soon as a line runs (``+`` to ``|``, ``<`` to ``is``), nor
-those that do not compile.
+those that do not compile, nor those that a person has looked at and found to change nothing that a test could see:
+``equivalent_mutants.toml`` lists them, each with the reason.
 
 **What is run.** First, for each set of tests, the unchanged code with a mark before every statement to be changed: the
 tests must pass, their time bounds that of the mutants, and a mutant whose mark is never reached is *not covered* and is
@@ -34,12 +35,14 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 KILLED, SURVIVED, TIMED_OUT, NOT_COVERED = OUTCOMES = ("killed", "survived", "timed out", "not covered")
@@ -63,6 +66,8 @@ OPERATORS = frozenset(
 
 #: Calls whose arguments are for people.
 _SAYS = re.compile(r"(^|[._])(print|say|warn|warning|info|debug)$|^(log|logger|logging)\.")
+
+EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 
 Position = tuple[int, int]
 """Line from 1, column from 0 in characters."""
@@ -99,6 +104,11 @@ class Mutant:
     occurrence: int
     tests: tuple[str, ...]
 
+    @property
+    def key(self) -> str:
+        """What its result is kept by: the change, whatever else is drawn."""
+        return f"{self.path}:{self.line}:{self.column} {self.operator} {self.occurrence}"
+
 
 def left_out(source: str) -> list[tuple[Position, Position]]:
     """Where the source says something to people or type checkers, or guards against errors in itself alone."""
@@ -122,10 +132,16 @@ def left_out(source: str) -> list[tuple[Position, Position]]:
                 name = ast.unparse(node.func)
                 if _SAYS.search(name):
                     found += [*node.args, *node.keywords]
-                if name in ("cast", "typing.cast", "TypeVar"):
+                if name in ("cast", "typing.cast"):
                     found += node.args[:1]
+                if name in ("TypeVar", "ParamSpec"):
+                    found += [*node.args, *node.keywords]
                 guards = {"zip": {"strict"}, "dataclass": {"frozen", "slots", "repr", "kw_only", "eq"}}.get(name, set())
                 found += [keyword for keyword in node.keywords if keyword.arg in guards]
+            case ast.ClassDef() if bases := {ast.unparse(base) for base in node.bases}:
+                # a protocol's members are declarations; an autograd function's methods are called on the class
+                if bases & {"Protocol", "typing.Protocol", "torch.autograd.Function"}:
+                    found += [d for member in node.body for d in getattr(member, "decorator_list", ())]
         for decorator in getattr(node, "decorator_list", ()):
             if ast.unparse(decorator) in ("final", "override", "overload", "abstractmethod", "runtime_checkable"):
                 found.append(decorator)
@@ -182,6 +198,22 @@ def mutated(source: str, operator: str, occurrence: int) -> str | None:
     return None if same else code
 
 
+def change(source: str, code: str) -> tuple[str, str]:
+    """The lines in which two texts differ, before and after, without what they are indented by."""
+    before, after = source.splitlines(), code.splitlines()
+    while before and after and before[0] == after[0]:
+        before, after = before[1:], after[1:]
+    while before and after and before[-1] == after[-1]:
+        before, after = before[:-1], after[:-1]
+    return "\n".join(map(str.strip, before)), "\n".join(map(str.strip, after))
+
+
+def equivalent(file: Path = EQUIVALENT) -> dict[tuple[str, str, str], str]:
+    """Changes that no test could see, as (module, before, after), and why."""
+    listed = tomllib.loads(file.read_text()).get("mutant", [])
+    return {(entry["module"], entry["before"], entry["after"]): entry["why"] for entry in listed}
+
+
 def allot(count: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
     """``count`` in parts that are as the weights, none above its ``most``: one at a time to who is furthest behind."""
     given = [0] * len(weights)
@@ -191,10 +223,17 @@ def allot(count: int, weights: Sequence[float], most: Sequence[int]) -> list[int
     return given
 
 
-def draw(root: Path, areas: Sequence[Area], count: int, seed: int) -> list[Mutant]:
+def draw(
+    root: Path,
+    areas: Sequence[Area],
+    count: int,
+    seed: int,
+    passed_over: Mapping[tuple[str, str, str], str] = MappingProxyType({}),
+) -> list[Mutant]:
     """``count`` mutants by the areas' weights, in an area by its modules' sites, in an order that mixes the modules.
 
-    What is drawn in a module depends on its own text, the seed and how many are drawn there.
+    What is drawn in a module depends on its own text, the seed, how many are drawn there, and the changes that are
+    passed over: another site is drawn in the place of each.
     """
     places = {path: sites((root / path).read_text()) for area in areas for path in _modules(root, area)}
     of_areas = [{path: places[path] for path in _modules(root, area) if places[path]} for area in areas]
@@ -203,7 +242,7 @@ def draw(root: Path, areas: Sequence[Area], count: int, seed: int) -> list[Mutan
     for area, files, number in zip(areas, of_areas, allot(count, [a.weight for a in areas], most), strict=True):
         sizes = [len(found) for found in files.values()]
         for path, wanted in zip(files, allot(number, sizes, sizes), strict=True):
-            drawn += _draw_in(path, (root / path).read_text(), files[path], wanted, seed, area.tests)
+            drawn += _draw_in(path, (root / path).read_text(), files[path], wanted, seed, area.tests, passed_over)
     random.Random(seed).shuffle(drawn)
     return [Mutant(**{**vars(mutant), "number": number}) for number, mutant in enumerate(drawn)]
 
@@ -216,7 +255,13 @@ def _modules(root: Path, area: Area) -> list[str]:
 
 
 def _draw_in(
-    path: str, source: str, found: Mapping[Any, list[tuple[str, int]]], wanted: int, seed: int, tests: tuple[str, ...]
+    path: str,
+    source: str,
+    found: Mapping[Any, list[tuple[str, int]]],
+    wanted: int,
+    seed: int,
+    tests: tuple[str, ...],
+    passed_over: Mapping[tuple[str, str, str], str],
 ) -> list[Mutant]:
     rng = random.Random(f"{seed} {path}")
     drawn: list[Mutant] = []
@@ -225,8 +270,10 @@ def _draw_in(
             break
         changes = found[(line, column), end]
         for operator, occurrence in rng.sample(changes, len(changes)):
-            if mutated(source, operator, occurrence) is not None:
-                drawn.append(Mutant(-1, path, line, column, operator, occurrence, tests))
+            code = mutated(source, operator, occurrence)
+            if code is not None:
+                if (path, *change(source, code)) not in passed_over:
+                    drawn.append(Mutant(-1, path, line, column, operator, occurrence, tests))
                 break
     return drawn
 
@@ -358,7 +405,7 @@ class Results:
     """What is known, and the file that holds it: one JSON object a line, the first says what is run."""
 
     file: Path
-    outcomes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
     unchanged: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -378,12 +425,12 @@ class Results:
                 break  # the last write was cut short
             found = json.loads(line)
             if "mutant" in found:
-                self.outcomes[found["mutant"]] = found
+                self.outcomes[found["mutant"]] = found  # also of mutants that are not drawn now
             else:
                 self.unchanged[tuple(found["tests"])] = found
         if again:
             self.unchanged.clear()
-            self.outcomes = {n: f for n, f in self.outcomes.items() if f["outcome"] in (KILLED, TIMED_OUT)}
+            self.outcomes = {key: f for key, f in self.outcomes.items() if f["outcome"] in (KILLED, TIMED_OUT)}
         kept = [what, *self.unchanged.values(), *self.outcomes.values()]
         new = self.file.with_suffix(".new")
         new.write_text("".join(json.dumps(found) + "\n" for found in kept))
@@ -423,7 +470,7 @@ class Session:
                 copies.put(copy)
 
         try:
-            left = [mutant for mutant in self.mutants if mutant.number not in self.results.outcomes]
+            left = [mutant for mutant in self.mutants if mutant.key not in self.results.outcomes]
             sets = list(dict.fromkeys(mutant.tests for mutant in left))
             unknown = [tests for tests in sets if tests not in self.results.unchanged]
             self._wait([pool.submit(in_a_copy, self._unchanged, tests) for tests in unknown])
@@ -452,7 +499,8 @@ class Session:
         files = {path: with_marks((self.root / path).read_text(), of_file) for path, of_file in marks.items()}
         with copy.changed(files):
             run = copy.run(_paths(copy.folder, tests), UNCHANGED_S)
-        covered = sorted(int(file.name) for file in reached.iterdir())
+        keys = {str(mutant.number): mutant.key for mutant in self.mutants}
+        covered = sorted(keys[file.name] for file in reached.iterdir())
         shutil.rmtree(reached)
         if self._stopping.is_set():
             return
@@ -467,8 +515,8 @@ class Session:
 
     def _mutant(self, copy: Checkout, mutant: Mutant) -> None:
         unchanged = self.results.unchanged[mutant.tests]
-        found: dict[str, Any] = {"mutant": mutant.number, "outcome": NOT_COVERED, "seconds": 0.0, "by": ""}
-        if mutant.number in unchanged["covered"]:
+        found: dict[str, Any] = {"mutant": mutant.key, "outcome": NOT_COVERED, "seconds": 0.0, "by": ""}
+        if mutant.key in unchanged["covered"]:
             code = mutated((self.root / mutant.path).read_text(), mutant.operator, mutant.occurrence)
             assert code is not None  # as it was when it was drawn
             with copy.changed({mutant.path: code}):
@@ -476,9 +524,10 @@ class Session:
             found |= {"outcome": run.outcome, "seconds": round(run.seconds, 1), "by": run.by}
         if self._stopping.is_set():
             return
-        self.results.outcomes[mutant.number] = found
+        self.results.outcomes[mutant.key] = found
         self.results.append(found)
-        count, where = len(self.results.outcomes), f"{mutant.path}:{mutant.line} {mutant.operator.partition('/')[2]}"
+        count = sum(drawn.key in self.results.outcomes for drawn in self.mutants)
+        where = f"{mutant.path}:{mutant.line} {mutant.operator.partition('/')[2]}"
         self.say(f"{count}/{len(self.mutants)} {found['outcome']} in {found['seconds']:.0f} s: {where} {found['by']}")
 
 
@@ -494,38 +543,38 @@ def _paths(folder: Path, tests: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def run_identity(root: Path, mutants: Sequence[Mutant], seed: int, count: int) -> dict[str, Any]:
-    """What results belong to: the draw and the text of every module in it, whatever tests are run."""
-    digest = hashlib.sha256(repr([replace(mutant, tests=()) for mutant in mutants]).encode())
-    for path in sorted({mutant.path for mutant in mutants}):
+def run_identity(root: Path, areas: Sequence[Area]) -> dict[str, Any]:
+    """What results belong to: the text of every module of the areas, whatever is drawn and whatever tests are run."""
+    digest = hashlib.sha256()
+    for path in sorted({path for area in areas for path in _modules(root, area)}):
         digest.update((root / path).read_bytes())
-    return {"seed": seed, "count": count, "sources": digest.hexdigest()}
+    return {"sources": digest.hexdigest()}
 
 
-def table(mutants: Sequence[Mutant], outcomes: Mapping[int, Mapping[str, Any]]) -> str:
+def table(mutants: Sequence[Mutant], outcomes: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown: a line a module, and the share that died (killed or timed out)."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for mutant in mutants:
         for path in (mutant.path, "all"):
             counts[path]["drawn"] += 1
-            counts[path][outcomes.get(mutant.number, {"outcome": "not run"})["outcome"]] += 1
+            counts[path][outcomes.get(mutant.key, {"outcome": "not run"})["outcome"]] += 1
     lines = [f"| module | drawn | {' | '.join(OUTCOMES)} |", f"|---{'|---:' * (1 + len(OUTCOMES))}|"]
     for path in [*sorted(counts.keys() - {"all"}), "all"]:
         lines.append(f"| {path} | " + " | ".join(str(counts[path][key]) for key in ("drawn", *OUTCOMES)) + " |")
     every = counts["all"]
     died, run = every[KILLED] + every[TIMED_OUT], every["drawn"] - every["not run"]
-    seconds = sum(found["seconds"] for found in outcomes.values())
+    seconds = sum(outcomes[mutant.key]["seconds"] for mutant in mutants if mutant.key in outcomes)
     lines += ["", f"{died} of {run} died ({100 * died / max(1, run):.0f} %); {seconds / max(1, run):.0f} s each."]
     if every["not run"]:
         lines.append(f"{every['not run']} of {every['drawn']} are not run yet.")
     return "\n".join(lines) + "\n"
 
 
-def survivors(root: Path, mutants: Sequence[Mutant], outcomes: Mapping[int, Mapping[str, Any]]) -> str:
+def survivors(root: Path, mutants: Sequence[Mutant], outcomes: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown: the diff of every mutant that no test killed, in the order of the source."""
     parts = []
     for mutant in sorted(mutants, key=lambda m: (m.path, m.line, m.column)):
-        outcome = outcomes.get(mutant.number, {"outcome": ""})["outcome"]
+        outcome = outcomes.get(mutant.key, {"outcome": ""})["outcome"]
         if outcome in (SURVIVED, NOT_COVERED):
             heading = f"## {mutant.number}: {mutant.path}:{mutant.line} ({outcome})"
             parts.append(f"{heading}\n\n```diff\n{difference(mutant, root)}\n```\n")
