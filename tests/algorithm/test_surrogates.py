@@ -70,7 +70,8 @@ def test_gspo() -> None:
 
 def test_a_trajectory_without_tokens_here_spoils_no_other() -> None:
     """A rank of context parallelism may hold none of its sampled tokens, and one of another."""
-    t = TokenTerms(torch.tensor([math.log(1.05), 2.0]).double(), torch.tensor([True, False]), torch.tensor([0, 1]), 2)
+    log_ratio = torch.tensor([math.log(1.05), 2.0], dtype=torch.float64)
+    t = TokenTerms(log_ratio, torch.tensor([True, False]), torch.tensor([0, 1]), 2)
     close(gspo(t, advantages(3, 1), Bounds(8.0, 0.9, 1.1))[:1], 3.15)
 
 
