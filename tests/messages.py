@@ -31,8 +31,13 @@ def assert_said(topic: str, case: str, message: str, **names: object) -> None:
     assert message == json.loads(GOLDEN.read_text(encoding="utf-8"))[topic].get(case), f"{GOLDEN.name}: {topic}: {case}"
 
 
+def topics() -> set[str]:
+    """Those that the file holds."""
+    return set(json.loads(GOLDEN.read_text(encoding="utf-8")))
+
+
 def cases(topic: str) -> set[str]:
-    """Those that the file holds a sentence of."""
+    """Those of ``topic`` that the file holds a sentence of."""
     return set(json.loads(GOLDEN.read_text(encoding="utf-8"))[topic])
 
 
