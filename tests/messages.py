@@ -28,7 +28,8 @@ def assert_said(topic: str, case: str, message: str, **names: object) -> None:
         message = message.replace(str(value), f"<{name}>")
     if os.environ.get("VCPO_WRITE_MESSAGES"):
         _write(topic, case, message)
-    assert message == json.loads(GOLDEN.read_text(encoding="utf-8"))[topic].get(case), f"{GOLDEN.name}: {topic}: {case}"
+    held = json.loads(GOLDEN.read_text(encoding="utf-8"))[topic].get(case)
+    assert message == held, f"{message!r}, where {GOLDEN.name} holds {held!r} for {topic}: {case}"
 
 
 def topics() -> set[str]:

@@ -30,7 +30,6 @@ FORMATS = {
     "tools/test_chaos.py::test_the_account_shows_every_recovery": "a table of recoveries",
 }
 
-
 #: Stands for what an f-string is filled with, a word.
 FILLED = "{value}"
 
