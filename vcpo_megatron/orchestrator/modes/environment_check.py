@@ -247,8 +247,8 @@ async def ask_and_play(config: RunConfig, model: Model, examination: Examination
     told = False
     for number, prompt in enumerate(played):
         reference = await environment.reference(prompt)
-        if not told and (note := _cut_off(said, config, prompt, reference)) is not None:
-            examination.note(note)
+        if not told and (cut := _cut_off(said, config, prompt, reference)) is not None:
+            examination.note(cut)
             told = True
         for first in dict.fromkeys([(), reference]):
             episode = await _play(config, model, environment, prompt, number, first)
