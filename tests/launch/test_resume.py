@@ -116,7 +116,11 @@ def test_all_edited_keys_are_named_and_those_that_change_nothing_of_the_training
     assert [line.split(" = ")[0] for line in refused(directory)] == ["train.seed", "rollout.temperature"]
     edit(directory, "seed = 1", "seed = 0")
     edit(directory, "temperature = 0.5", "temperature = 1.0")
-    assert resumed_config(directory, []).observability.watchdog_s == 60.0
+    config = resumed_config(directory, [])
+    assert config.observability.watchdog_s == 60.0
+    assert [line for line in changes(directory, config) if "path" not in line] == [
+        "observability.watchdog_s: 120.0 -> 60.0"
+    ]
 
 
 def test_what_was_changed_by_set_is_the_run_s_from_then_on(directory: RunDirectory) -> None:

@@ -131,7 +131,7 @@ def _resumed(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[st
     config = resumed_config(directory, args.overrides, args.from_step)
     ignored = ignored_changes(config, args.config, args.overrides) if args.config else []
     text = f"resuming with {directory.resolved}; {args.config} differs in {', '.join(ignored)}: not used"
-    changed = [f"the resume changes {change}" for change in changes(directory, config)]
+    changed = [f"the resume changes {change}" for change in changes(directory, config, args.from_step)]
     return directory, config, [*([text] if ignored else []), *changed, *beyond_schedule(config)]
 
 

@@ -122,9 +122,11 @@ def _shown(value: str | None) -> str:
     return "not set" if value is None else value
 
 
-def changes(directory: RunDirectory, config: RunConfig) -> list[str]:
-    """ "KEY: OLD -> NEW" of every key in which ``config`` differs from the stored one."""
-    before, after = written(load_resolved(directory.resolved)), written(config)
+def changes(directory: RunDirectory, config: RunConfig, from_step: int | None = None) -> list[str]:
+    """ "KEY: OLD -> NEW" of every key in which ``config`` differs from the run's, by ``--set`` or because somebody has
+    edited what is free in the stored one; ``from_step`` as in ``resumed_config``."""
+    known = recorded(directory, _checkpoint_to_resume_from(directory, from_step)).values
+    before, after = {**written(load_resolved(directory.resolved)), **known}, written(config)
     return [f"{key}: {_shown(before[key])} -> {_shown(after[key])}" for key in after if after[key] != before[key]]
 
 

@@ -119,6 +119,7 @@ class Controller:
         self._early: WeightsReady | None = None  # came before anybody could take them
         self._accepted = False
         self._log: MetricsLog | None = None
+        self._trainer: Trainer | None = None
         self._describe: list[Callable[[], str]] = [self._link.describe]
 
     def request_stop(self, reason: str) -> None:
@@ -180,7 +181,7 @@ class Controller:
             print(f"{WARNING_PREFIX}{start.problem}", flush=True)
         for row in start.rows:
             self._log.add(row)
-        trainer = Trainer(
+        self._trainer = trainer = Trainer(
             self._config,
             self._link,
             ledger,
@@ -226,6 +227,8 @@ class Controller:
 
     async def _close(self) -> None:
         """End everything; what failed before is not hidden by what fails here."""
+        if self._trainer is not None:
+            await self._trainer.close()
         if self._log is not None:
             self._log.flush()
             self._log.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +119,15 @@ class WithReference(Task):
         return (example.data["digit"],) * 2
 
 
-def examine(task: Any, episodes: int = 1) -> tuple[list[str], list[PlayedEpisode]]:
+def examine(
+    task: Any, episodes: int = 1, note: Callable[[str], None] = lambda text: None
+) -> tuple[list[str], list[PlayedEpisode]]:
     played: list[PlayedEpisode] = []
 
     async def run() -> list[str]:
         client = InProcess(task)
         try:
-            work = ask_and_play(run_config(), MODEL, Examination(episodes, played.append), client)
+            work = ask_and_play(run_config(), MODEL, Examination(episodes, played.append, note), client)
             return await run_beside(work, client.supervise())
         finally:
             await client.stop()
@@ -155,6 +157,24 @@ def test_the_reference_answer_is_played_too() -> None:
         ("heldout/0", "the reference answer"),
     ]
     assert played[3].exchanges[0].answer == (5, 5, 11)
+
+
+@pytest.mark.parametrize(
+    ("length", "sampling", "limit"),
+    [
+        (8, {}, None),
+        (9, {}, "rollout.max_new_tokens = 8"),
+        (8, {"max_new_tokens": 7}, "max_new_tokens = 7 of its sampling"),
+    ],
+)
+def test_a_reference_answer_that_would_be_cut_off_is_said_once(
+    length: int, sampling: dict[str, Any], limit: str | None
+) -> None:
+    said: list[str] = []
+    task = broken(reference=lambda self, example: (1,) * length, sampling=sampling)
+    assert examine(task, 1, said.append)[0] == []
+    start = f"environment mine, prompt train/0: its reference answer has {length} tokens, and {limit} cuts answers off"
+    assert [line.startswith(start) for line in said] == ([] if limit is None else [True])
 
 
 def broken(**methods: Any) -> Task:

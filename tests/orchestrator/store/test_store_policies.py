@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from vcpo_megatron.cli import main as cli
 from vcpo_megatron.config.load import dump_resolved
 from vcpo_megatron.orchestrator.store.schema import StoreError, StoreFullError
 from vcpo_megatron.orchestrator.store.store import RolloutStore
+from vcpo_megatron.run.directory import RunDirectory
 from vcpo_megatron.transport.messages import ControlError
 from vcpo_megatron.types import PolicyVersion, Trajectory, TrajectoryResult, Turn, VersionSpan
 
@@ -91,6 +94,26 @@ def test_a_run_prunes_only_what_no_checkpoint_needs(tmp_path: Path) -> None:
     assert again.run() == "run ended"
     trained = [g.prompt_id for b in run.learner.batches[:6] + again.learner.batches for g in b.groups]
     assert sorted(trained) == sorted(f"train-{i}" for i in range(20))
+
+
+def test_a_run_that_fails_while_it_tidies_up_after_a_checkpoint_does_that_before_its_store_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prune = RunDirectory.prune
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.3)
+        return prune(*args)
+
+    monkeypatch.setattr(RunDirectory, "prune", slowly)
+    cfg = config(train={"steps": 4}, checkpoint={"every": 2, "keep_last": 1, "keep_rollouts": 0})
+    run = FakeRun(tmp_path, cfg)
+    run.learner.error_at = 2
+    with pytest.raises(ControlError):
+        run.run()
+    with RolloutStore.open_readonly(tmp_path / "rollouts.sqlite") as store:
+        assert [step for step in store.trained_steps() if store.groups_trained_at(step)] == []
+    assert "closed database" not in capsys.readouterr().err
 
 
 def test_groups_in_flight_go_on_with_what_they_have(path: Path) -> None:

@@ -409,7 +409,7 @@ def test_a_joined_server_that_another_run_pauses_is_found_and_resumed(capsys: py
         assert lease is not None and (await lease.generate((1,), SamplingParams(4), "r")).output_ids
 
     watched(work, joined=True)
-    assert "rollout server 0 hangs (rollout server http://fake/ready" in (said := capsys.readouterr().out), said
+    assert "rollout server 0 is not well (rollout server http://fake/ready" in (said := capsys.readouterr().out), said
     assert "it is paused" in said
 
 

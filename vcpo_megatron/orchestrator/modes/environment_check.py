@@ -244,13 +244,33 @@ async def ask_and_play(config: RunConfig, model: Model, examination: Examination
     if found:
         return found
     played = [*training[:episodes], *said.heldout[:episodes]]
+    told = False
     for number, prompt in enumerate(played):
-        for first in dict.fromkeys([(), await environment.reference(prompt)]):
+        reference = await environment.reference(prompt)
+        if not told and (cut := _cut_off(said, config, prompt, reference)) is not None:
+            examination.note(cut)
+            told = True
+        for first in dict.fromkeys([(), reference]):
             episode = await _play(config, model, environment, prompt, number, first)
             examination.show(episode)
             if episode.failure is not None:
                 found.append(episode.failure)
     return list(dict.fromkeys(found))
+
+
+def _cut_off(said: Description, config: RunConfig, prompt: Prompt, reference: Sequence[int]) -> str | None:
+    """That no answer may be as long as the reference one. No fault: the text of a data set may say more than the
+    answer that its reward looks for."""
+    limits = {f"rollout.max_new_tokens = {config.rollout.max_new_tokens}": config.rollout.max_new_tokens}
+    if isinstance(own := said.sampling.get("max_new_tokens"), int):
+        limits[f"max_new_tokens = {own} of its sampling"] = own
+    name = min(limits, key=lambda name: limits[name])
+    if len(reference) <= limits[name]:
+        return None
+    return (
+        f"environment {said.name}, prompt {prompt.prompt_id}: its reference answer has {len(reference)} tokens, and "
+        f"{name} cuts answers off before that; raise it to {len(reference)} if they have to be so long"
+    )
 
 
 async def _play(

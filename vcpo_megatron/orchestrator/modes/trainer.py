@@ -36,6 +36,8 @@ from .staleness import Pacer
 
 #: So many skipped steps in a row end the run: it does not come back by itself.
 MOST_SKIPPED = 10
+#: Seconds that a run which ends in an error waits until what a written checkpoint has made superfluous is removed.
+_TIDY_S = 10.0
 
 
 class Trainer:
@@ -63,6 +65,7 @@ class Trainer:
         #: Adaptive staleness, where it is on; it learns of every step.
         self.pacer: Pacer | None = None
         self._saving: asyncio.Task[None] | None = None
+        self._written = False  # the checkpoint of ``_saving``, which may still tidy up after it
         self._fingerprint = fingerprint
         self._stop = stop
         self._last_step_s = 0.0
@@ -169,12 +172,23 @@ class Trainer:
         if self.pacer is not None:
             state["pacer"] = self.pacer.state()
         done = await self._link.checkpoint(self.version, state)
+        self._written = False
         self._saving = asyncio.create_task(self._save(self.version, done))
 
     async def _save(self, step: int, done: Coroutine[Any, Any, float]) -> None:
         seconds = await done
+        self._written = True
         print(f"checkpoint step_{step} written in {seconds:.1f} s", flush=True)
         await self.tidy()
+
+    async def close(self) -> None:
+        """The run is over, and its store closes next: a checkpoint that was written is tidied up after, one that was
+        not stays as it is. What fails in this is dropped: another error has ended the run."""
+        if self._saving is None:
+            return
+        if self._written:
+            await asyncio.wait([self._saving], timeout=_TIDY_S)
+        await cancel(self._saving)
 
     async def end(self) -> None:
         """The last step is done, and evaluated: tidy up, and say so where there was nothing to learn."""

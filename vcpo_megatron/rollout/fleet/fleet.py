@@ -239,7 +239,7 @@ class Fleet:
         if found is not None and (doubt := label_doubt(found, held.version)) is not None:
             self.doubt(server, held, doubt)
         elif server.health.hangs:
-            print(f"{server.name} hangs ({server.health.reason}): it is given up", flush=True)
+            print(f"{server.name} {server.health.fault} ({server.health.reason}): it is given up", flush=True)
             server.health.forget()
             if server.joined:
                 self._lost(server)

@@ -23,6 +23,7 @@ class Health:
     quiet_since: float = field(default_factory=time.monotonic)
     failures: int = 0
     reason: str = ""  # of the last failure
+    fault: str = ""  # what it is, in words that follow the server's name
     _question: asyncio.Task[str] | None = None
     _about: object = None  # the version that was loaded when it was asked
 
@@ -57,6 +58,7 @@ class Health:
         except (ServerUnavailable, ServerError, ProtocolError) as error:
             self.failures += 1
             self.reason = str(error)
+            self.fault = "hangs" if isinstance(error, ServerUnavailable) else "is not well"
             return None
         self.answered()
         return found if version == self._about else None
