@@ -34,6 +34,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from vcpo_megatron.learner.megatron import platform
+
 PROPERTIES = ("synchronize", "lazy", "ordered", "device")
 _MESSAGES = ("send", "recv")
 _COLLECTIVES = (
@@ -72,11 +74,20 @@ class HostTensor(RuntimeError):
     """A tensor of the host was given to a group of the device."""
 
 
-def inside(function: str, arguments: dict[str, Any], properties: Sequence[str], bound_s: float, key: str) -> Any:
-    """``function`` ("module:name") of a test world, with these properties; ``key``: unlike all others of this world."""
-    module, name = function.split(":")
+def inside(
+    function: str, arguments: dict[str, Any], properties: Sequence[str], bound_s: float, key: str, before: str = ""
+) -> Any:
+    """``function`` ("module:name") of a test world, with these properties; ``key``: unlike all others of this world.
+    ``before`` is called ahead of it."""
+    if before:
+        _named(before)()
     with Twin(properties, bound_s, key).installed():
-        return getattr(importlib.import_module(module), name)(**arguments)
+        return _named(function)(**arguments)
+
+
+def _named(function: str) -> Any:
+    module, name = function.split(":")
+    return getattr(importlib.import_module(module), name)
 
 
 class _Work:
@@ -141,18 +152,22 @@ class Twin:
             if self._has["synchronize"]:
                 self._replace(torch.cuda, "synchronize", lambda original: lambda *a, **k: self._synchronize())
             if self._has["device"]:
+                self._replace(platform.HostCopy, "wait", lambda original: lambda copy: _host(original(copy)))
                 self._replace(distributed_c10d, "_get_object_coll_device", _as_device)
                 self._mark_host_tensors()
             yield
         finally:
-            for owner, name, original in reversed(self._originals):
-                setattr(owner, name, original)
+            for owner, name, own in reversed(self._originals):
+                if own is None:
+                    delattr(owner, name)  # it is its parent's
+                else:
+                    setattr(owner, name, own)
             for stream in self._streams.values():
                 stream.put(None)
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
-        self._originals.append((owner, name, original))
+        self._originals.append((owner, name, vars(owner).get(name)))  # unbound, where it is a method
         setattr(owner, name, functools.wraps(original)(wrap(original)))
 
     # --- groups ---------------------------------------------------------------------------------
