@@ -7,6 +7,8 @@ group that was not asked for as gloo's by name) behave as follows. Groups of glo
     lazy         a communicator is made by its first use, which blocks the host until its peers use it, too: a group's
                  for collectives and batched messages, a pair's, each direction by itself, for messages (NCCL connects
                  a pair when its first message is launched, batched or not)
+    start        a communicator that is first used after the learner's start (``parallel.initialize``) is refused: from
+                 then on stages come to it in the order of a schedule
     ordered      operations of one group run one after another, in the order in which the host posted them
     device       a tensor of the host is refused by a group of the device
 
@@ -36,7 +38,11 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from vcpo_megatron.learner.megatron import platform
 
-PROPERTIES = ("synchronize", "lazy", "ordered", "device")
+platform.prepare()
+
+from vcpo_megatron.learner.megatron import parallel  # noqa: E402
+
+PROPERTIES = ("synchronize", "lazy", "start", "ordered", "device")
 _MESSAGES = ("send", "recv")
 _COLLECTIVES = (
     "allreduce",
@@ -68,6 +74,10 @@ Start = Callable[[], Any]
 
 class Hang(RuntimeError):
     """A rank waited too long."""
+
+
+class LateCommunicator(RuntimeError):
+    """A communicator is made after the start."""
 
 
 class HostTensor(RuntimeError):
@@ -188,12 +198,16 @@ class Twin:
     def _meet(self, group: ProcessGroup, kind: str, who: Sequence[int], need: Sequence[int]) -> None:
         """The communicator ``kind`` of ``group`` is made once: every rank of ``need`` must come here for it."""
         name = (group.group_name, kind, tuple(who))
-        if not self._has["lazy"] or name in self._met:
+        if name in self._met:
             return
         self._met.add(name)
-        store, place = distributed_c10d._get_default_store(), f"twin {self._key}/{name}"
-        store.set(f"{place}/{group.rank()}", "here")
-        self._pending.append((place, need, f"the communicator of {kind} {list(who)} in {_label(group)}"))
+        what = f"the communicator of {kind} {list(who)} in {_label(group)}, first used at {_site()}"
+        if self._has["start"] and not _starts():
+            raise LateCommunicator(f"rank {dist.get_rank()}: {what}, is not made at the start")
+        if self._has["lazy"]:
+            store, place = distributed_c10d._get_default_store(), f"twin {self._key}/{name}"
+            store.set(f"{place}/{group.rank()}", "here")
+            self._pending.append((place, need, what))
 
     _pending: list[tuple[str, Sequence[int], str]]
 
@@ -215,8 +229,7 @@ class Twin:
             except dist.DistError as error:
                 missing = [rank for rank in need if not store.check([f"{place}/{rank}"])]
                 raise Hang(
-                    f"rank {dist.get_rank()}: {what}, first used at {_site()}: its ranks {missing} have not come after "
-                    f"{self._bound_s:g} s"
+                    f"rank {dist.get_rank()}: {what}: its ranks {missing} have not come after {self._bound_s:g} s"
                 ) from error
 
     # --- operations -----------------------------------------------------------------------------
@@ -369,12 +382,21 @@ def _label(group: ProcessGroup) -> str:
     return f"the group of ranks {dist.get_process_group_ranks(group)} ({group.group_desc or group.group_name})"
 
 
-def _site() -> str:
-    """The innermost line of the project or of Megatron."""
+def _frames() -> Iterator[Any]:
     frame: Any = sys._getframe(1)
     while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _site() -> str:
+    """The innermost line of the project or of Megatron."""
+    for frame in _frames():
         file = frame.f_code.co_filename
         if "/megatron/" in file or "vcpo_megatron/" in file:
             return f"{'/'.join(file.split('/')[-2:])}:{frame.f_lineno}"
-        frame = frame.f_back
     return "?"
+
+
+def _starts() -> bool:
+    return any(frame.f_code is parallel.initialize.__code__ for frame in _frames())

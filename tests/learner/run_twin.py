@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 from vcpo_megatron.learner.megatron import platform
 
-from .nccl_twin import Hang, HostTensor, Twin
+from .nccl_twin import Hang, HostTensor, LateCommunicator, Twin
 from .world import leave_layout
 
 #: Seconds after which rank 0 finds that it waits for ever.
@@ -46,7 +46,7 @@ def _until(place: str, *, tell: bool) -> None:
 def _refusal(act: Callable[[], Any]) -> str:
     try:
         act()
-    except (Hang, HostTensor) as error:
+    except (Hang, HostTensor, LateCommunicator) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -87,6 +87,14 @@ def _lazy(group: dist.ProcessGroup, place: str) -> str:
     return refusal
 
 
+def _start(group: dist.ProcessGroup, place: str) -> str:
+    """A sum of both ranks in a group that is new."""
+    refusal = _refusal(lambda: dist.all_reduce(torch.zeros(1), group=group))
+    if refusal:
+        dist.all_reduce(torch.zeros(1), group=group)  # it is known by now
+    return refusal
+
+
 def _ordered(group: dist.ProcessGroup, place: str) -> str:
     """A sum behind a receive that is on its way is not done."""
     tensor, refusal = torch.zeros(1), ""
@@ -112,6 +120,7 @@ def _device(group: dist.ProcessGroup, place: str) -> str:
 _ACTS: dict[str, Callable[[dist.ProcessGroup, str], str]] = {
     "synchronize": _synchronize,
     "lazy": _lazy,
+    "start": _start,
     "ordered": _ordered,
     "device": _device,
 }

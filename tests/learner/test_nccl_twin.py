@@ -121,6 +121,7 @@ def test_the_twin_refuses_what_hangs_on_nccl() -> None:
     said = {
         "synchronize": f"Hang: torch.cuda.synchronize() at .*waits for this: rank 0: recv 1 in {group}.*not done after",
         "lazy": f"Hang: rank 0: the communicator of pair [0, 1] in {group}.*its ranks [1] have not come after 1 s",
+        "start": f"LateCommunicator: rank 0: the communicator of group [0, 1] in {group}.*is not made at the start",
         "ordered": f"Hang: rank 0: allreduce in {group}.*not done after 1 s",
         "device": "HostTensor: allreduce at .*in a group of the device: a tensor [2] of the host",
     }
@@ -132,7 +133,7 @@ def test_the_twin_refuses_what_hangs_on_nccl() -> None:
 
 
 TAKEN_OUT = {
-    "connect_nothing": "the communicator of pair",
+    "connect_nothing": "LateCommunicator: ",
     "exchange_on_the_device": "HostTensor: ",
 }
 

@@ -106,3 +106,14 @@ def test_a_sum_of_one_rank_is_its_own(lone_group: dist.ProcessGroup) -> None:
     own = torch.tensor([1.5, 2.5], dtype=torch.float64)
     with HostExchange(5.0) as exchange:
         assert exchange.sum(platform.start_read(own), lone_group, "norms").wait().tolist() == [1.5, 2.5]
+
+
+def test_memory_of_old_messages_is_not_kept(posted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage is never further ahead than that: of 20 messages in a group of two ranks the first 12 have arrived."""
+    arrived: list[int] = []
+    monkeypatch.setattr(Work, "wait", lambda self, timeout: arrived.append(1))
+    with HostExchange(5.0) as exchange:
+        for number in range(20):
+            exchange.send(platform.start_read(torch.tensor([float(number)])), [0], GROUP, "rows")
+        assert len(arrived) == 12
+    assert len(arrived) == 20

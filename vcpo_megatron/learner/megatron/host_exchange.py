@@ -18,6 +18,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -32,6 +33,8 @@ from . import platform
 
 #: Seconds that the thread may take to end when the run is over.
 _GRACE_S = 10.0
+#: Packs a stage of the pipeline that a stage's messages may be on their way of.
+_AHEAD = 4
 
 
 class ExchangeError(RuntimeError):
@@ -57,7 +60,7 @@ class HostExchange:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._sends: list[Arriving] = []
+        self._sends: dict[dist.ProcessGroup, deque[Arriving]] = {}
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="host exchange", daemon=True)
 
@@ -70,8 +73,9 @@ class HostExchange:
         not answer, is left to end with the process."""
         try:
             if kind is None:
-                for send in self._sends:
-                    send.wait()
+                for sends in self._sends.values():
+                    while sends:
+                        sends.popleft().wait()
         finally:
             self._jobs.put(None)
             self._thread.join(_GRACE_S)
@@ -86,7 +90,14 @@ class HostExchange:
         what: str,
         part: slice = slice(None),
     ) -> None:
-        """Send ``part`` of a copy that has been started to ``ranks``, on ``group``."""
+        """Send ``part`` of a copy that has been started to ``ranks``, on ``group``.
+
+        No stage is further ahead of another in its packs than a few times the stages: of more, the oldest has arrived,
+        and its memory is free.
+        """
+        sends = self._sends.setdefault(group, deque())
+        while len(sends) >= _AHEAD * dist.get_world_size(group) * max(1, len(ranks)):
+            sends.popleft().wait()
         for rank in ranks:
 
             def post(rank: int = rank) -> tuple[dist.Work | None, Tensor]:
@@ -94,7 +105,7 @@ class HostExchange:
                 return dist.isend(message, rank, group=group), message
 
             described = f"{what}: {_of(rank)} did not take them"
-            self._sends.append(Arriving(self, self._in_thread(post), described))
+            sends.append(Arriving(self, self._in_thread(post), described))
 
     def sum(self, copy: platform.HostCopy, group: dist.ProcessGroup, what: str) -> Arriving:
         """Sum a copy that has been started over all ranks of ``group``, each of which asks for its sums in one order.
