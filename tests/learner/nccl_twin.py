@@ -109,9 +109,11 @@ class _Work:
         self._done = threading.Event()
         self._error: BaseException | None = None
 
+    @torch.no_grad()  # threads have a mode of their own
     def run(self, starts: Sequence[Start]) -> None:
         self.finish([start() for start in starts])
 
+    @torch.no_grad()
     def finish(self, works: Sequence[Any]) -> None:
         """Wait for what was started; in the end nobody has to any more."""
         try:
