@@ -45,6 +45,11 @@ def backend() -> str:
     return "nccl" if has_gpu() else "gloo"
 
 
+def _gpu() -> int:
+    """Number of this rank's GPU among those that the process sees."""
+    return int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+
+
 def device() -> torch.device:
     """Device of this rank's parameters and activations."""
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _CPU
@@ -65,7 +70,7 @@ def prepare() -> None:
             print(f"kernels: {note}", file=sys.stderr, flush=True)  # a tool may print JSON
     kernels()
     if has_gpu():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(_gpu())
         return
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     _replace_cuda()
@@ -175,6 +180,48 @@ def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., t
         return total.split(sizes)[group.rank()].clone()
 
     return scatter
+
+
+# --- between device and host -------------------------------------------------------------------
+
+
+def bind_thread() -> None:
+    """Let this thread use the process's GPU, like the main thread; nothing without one."""
+    if has_gpu():
+        torch.cuda.set_device(_gpu())
+
+
+class HostCopy:
+    """Numbers on their way to the host, as they are on the device when this is made."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrival: Any = None
+        if tensor.is_cuda:
+            self._numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._numbers.copy_(tensor, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+        else:
+            self._numbers = tensor.clone()
+
+    def wait(self) -> Tensor:
+        """The numbers, on the host; waits for this copy alone, in any thread."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._numbers
+
+
+def start_read(tensor: Tensor) -> HostCopy:
+    """Send the numbers of ``tensor`` to the host, which goes on."""
+    return HostCopy(tensor.detach())
+
+
+def to_device(numbers: Tensor, target: torch.device) -> Tensor:
+    """``numbers`` of the host on ``target``; nobody waits for the copy. A copy from memory that is not pinned waits for
+    all that is queued on a GPU."""
+    if target.type != "cuda":
+        return numbers.to(target)
+    return numbers.pin_memory().to(target, non_blocking=True)
 
 
 # --- fused kernels ----------------------------------------------------------------------------

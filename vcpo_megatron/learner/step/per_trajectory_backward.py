@@ -10,17 +10,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from ..batch.packing import Pack
 from ..gradients.group_sums import Bucket, Found, GroupNorms
 from ..gradients.pack_scores import Coefficients, PackScores, ScoreSwitch
+from ..megatron import platform
+from ..megatron.host_exchange import Arriving, HostExchange
 from ..megatron.schedule import ForwardStep, Loss, as_loss
 from .batch_state import BatchState
 from .passes import Passes
 
-#: A message of l_i from the last stage, and the tensor that receives it.
-Arriving = tuple[dist.Work | None, torch.Tensor]
 #: Called with (state, pack) on every rank when a backward of the pack starts: its l_i are known.
 Starts = Callable[[BatchState, Pack], None]
 
@@ -36,22 +35,22 @@ class ExactBackward:
 
     def run(self, state: BatchState, packs: Sequence[Pack], found: Found, buckets: Sequence[Bucket]) -> None:
         """``found`` is called with the |g_i| of each group; the reduction of ``buckets`` starts in the end."""
-        self._groups.start_step(packs, found)
-        self._passes.run(packs, partial(self._forward, state))
-        self._groups.finish_step(buckets)
-        self._passes.messages.finish_step()
+        with HostExchange(self._passes.config.launch.timeout_s) as exchange:
+            self._groups.start_step(packs, found, exchange)
+            self._passes.run(packs, partial(self._forward, state, exchange))
+            self._groups.finish_step(buckets)
 
-    def _forward(self, state: BatchState, pack: Pack, model: torch.nn.Module) -> ForwardStep:
+    def _forward(self, state: BatchState, exchange: HostExchange, pack: Pack, model: torch.nn.Module) -> ForwardStep:
         """Differentiated: -sum_i c_i sum_t v_t log pi_t, v_t the token weight or 1."""
         passes, messages = self._passes, self._passes.messages
-        scores = PackScores(pack, passes.parallel)
+        scores = PackScores(pack, passes.parallel, exchange)
         self._switch.current = scores
         output = passes.output(pack, model)
         self._switch.current = None
         is_last_chunk = model is passes.trainable.wrapped[-1]
         if not (is_last_chunk and passes.parallel.is_last_stage):
             # the last chunk is the first whose backward needs l_i; the others find them in the state
-            arriving = messages.receive(pack) if is_last_chunk and pack.step_samples else None
+            arriving = messages.receive(exchange, pack) if is_last_chunk and pack.step_samples else None
             self._watch_backward(state, output, scores, arriving)
             return output, None
 
@@ -62,7 +61,7 @@ class ExactBackward:
             log_ratio = messages.of_step(pack, state.log_ratio[pack.index])
             state.log_ratio[pack.step_index] = log_ratio
             if pack.step_samples:
-                messages.send(log_ratio)
+                messages.send(exchange, pack, platform.start_read(log_ratio))
             self._watch_backward(state, value, scores, None)
             return as_loss(value)
 
@@ -76,10 +75,7 @@ class ExactBackward:
 
         def start(_: torch.Tensor) -> None:
             if arriving is not None:
-                work, message = arriving
-                assert work is not None
-                work.wait()
-                state.log_ratio[index] = message.cpu()
+                state.log_ratio[index] = arriving.wait()
             self._starts(state, scores.pack)
             gradient = objective.trajectory_coefficients(state, index)
             scores.coefficients = Coefficients(gradient, objective.sequence_weights(state.log_ratio[index]))
@@ -90,7 +86,5 @@ class ExactBackward:
         def end() -> None:
             self._switch.current = None
             self._groups.end(scores)
-            for work, message in scores.sends:
-                self._passes.messages.keep(work, message)
 
         output.register_hook(start)

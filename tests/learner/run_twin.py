@@ -1,0 +1,146 @@
+"""Executed on every rank of a test world: what the twin of NCCL does by itself, and mends of the learner taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from vcpo_megatron.learner.megatron import platform
+
+from .nccl_twin import Hang, HostTensor, LateCommunicator, Twin
+from .world import leave_layout
+
+#: Seconds after which rank 0 finds that it waits for ever.
+SHORT_S = 1.0
+
+
+def shows(key: str) -> dict[str, dict[str, str]]:
+    """Two ranks: what each property refuses, with it and without it; on a group of the device and on one of gloo."""
+    platform.prepare()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    found: dict[str, dict[str, str]] = {}
+    for number, (name, act) in enumerate(_ACTS.items()):
+        found[name] = {}
+        for kind, properties, backend in (("with", [name], None), ("without", [], None), ("gloo", [name], "gloo")):
+            place = f"{key}{number}{kind}"
+            if dist.get_rank() == 1 and name != "lazy":
+                properties = []  # the other end does as gloo, and is never what rank 0 waits for
+            with Twin(properties, SHORT_S, place).installed():
+                found[name][kind] = act(dist.new_group(backend=backend), place)
+            dist.barrier()
+    leave_layout()
+    return found
+
+
+def _until(place: str, *, tell: bool) -> None:
+    """Rank 1 goes on when rank 0 has come here."""
+    store = distributed_c10d._get_default_store()
+    store.set(place, "here") if tell else store.wait([place])
+
+
+def _refusal(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except (Hang, HostTensor, LateCommunicator) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _finish(work: Any) -> None:
+    """However slow the machine is."""
+    for _ in range(60):
+        if not _refusal(work.wait):
+            return
+    raise AssertionError(f"{work}: not done")
+
+
+def _synchronize(group: dist.ProcessGroup, place: str) -> str:
+    """A receive that is on its way holds up the device."""
+    tensor, refusal = torch.zeros(1), ""
+    if dist.get_rank() == 0:
+        work = dist.irecv(tensor, 1, group=group)
+        refusal = _refusal(torch.cuda.synchronize)
+    _until(place, tell=dist.get_rank() == 0)
+    if dist.get_rank() == 1:
+        work = dist.isend(tensor, 0, group=group)
+    _finish(work)
+    return refusal
+
+
+def _lazy(group: dist.ProcessGroup, place: str) -> str:
+    """A first send holds up its host."""
+    tensor, refusal, sent = torch.zeros(1), "", []
+    if dist.get_rank() == 0:
+        refusal = _refusal(lambda: sent.append(dist.isend(tensor, 1, group=group)))
+        if refusal:
+            sent.append(dist.isend(tensor, 1, group=group))  # it has been announced by now
+    _until(place, tell=dist.get_rank() == 0)
+    if dist.get_rank() == 1:
+        dist.recv(tensor, 0, group=group)
+    for work in sent:
+        _finish(work)
+    return refusal
+
+
+def _start(group: dist.ProcessGroup, place: str) -> str:
+    """A sum of both ranks in a group that is new."""
+    refusal = _refusal(lambda: dist.all_reduce(torch.zeros(1), group=group))
+    if refusal:
+        dist.all_reduce(torch.zeros(1), group=group)  # it is known by now
+    return refusal
+
+
+def _ordered(group: dist.ProcessGroup, place: str) -> str:
+    """A sum behind a receive that is on its way is not done."""
+    tensor, refusal = torch.zeros(1), ""
+    if dist.get_rank() == 0:
+        work = dist.irecv(tensor, 1, group=group)
+    total = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    if dist.get_rank() == 0:
+        refusal = _refusal(total.wait)
+    _until(place, tell=dist.get_rank() == 0)
+    if dist.get_rank() == 1:
+        work = dist.isend(tensor, 0, group=group)
+    _finish(work)
+    return refusal
+
+
+def _device(group: dist.ProcessGroup, place: str) -> str:
+    here = platform.device()
+    for tensor in (torch.zeros(2, device=here), torch.zeros(2).to(here)):
+        dist.all_reduce(tensor, group=group)
+    return _refusal(lambda: dist.all_reduce(torch.zeros(2, device=here).cpu(), group=group))
+
+
+_ACTS: dict[str, Callable[[dist.ProcessGroup, str], str]] = {
+    "synchronize": _synchronize,
+    "lazy": _lazy,
+    "start": _start,
+    "ordered": _ordered,
+    "device": _device,
+}
+
+
+# --- mends taken out: each changes this process for good -----------------------------------------
+
+
+def connect_nothing() -> None:
+    """Communicators are made by their first use in the step."""
+    platform.prepare()
+    from vcpo_megatron.learner.megatron import parallel
+
+    parallel._connect = lambda of_rank: None
+
+
+def exchange_on_the_device() -> None:
+    """Hosts exchange their numbers on groups of the device."""
+    platform.prepare()
+    from vcpo_megatron.learner.megatron import parallel
+
+    made = parallel._group_of
+    parallel._group_of = lambda mine, timeout, *, backend=None: made(mine, timeout)
