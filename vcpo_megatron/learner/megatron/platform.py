@@ -13,6 +13,10 @@ Fused kernels, of those that are installed:
                       ``add_product`` that does, on the gradient and on S_g alike
 
 A kernel that is found and not used is named in the log, with the reason.
+
+Numbers pass from the device to the host through ``read`` and ``start_read`` only, and back through ``to_device``: the
+host must be ahead of a GPU to keep it busy, and a copy that it waits for ends that. ``watched_reads`` counts them by
+the line that asks.
 """
 
 from __future__ import annotations
@@ -23,8 +27,10 @@ import functools
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -175,6 +181,93 @@ def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., t
         return total.split(sizes)[group.rank()].clone()
 
     return scatter
+
+
+# --- between device and host -------------------------------------------------------------------
+
+
+@dataclass
+class DeviceReads:
+    """Copies from the device to the host by the line that asked for them, "folder/file.py:line".
+
+    blocking      the host waited for everything that was queued on the device before them
+    asynchronous  it went on, and looks at the numbers later
+    """
+
+    blocking: Counter[str] = field(default_factory=Counter)
+    asynchronous: Counter[str] = field(default_factory=Counter)
+
+
+#: Whoever counts at the moment; see ``watched_reads``.
+_WATCHERS: list[DeviceReads] = []
+
+
+@contextlib.contextmanager
+def watched_reads() -> Iterator[DeviceReads]:
+    """Counts of the reads inside the block, on CPUs, too: there a read costs nothing and is counted all the same."""
+    reads = DeviceReads()
+    _WATCHERS.append(reads)
+    try:
+        yield reads
+    finally:
+        _WATCHERS.remove(reads)
+
+
+def _asked_by() -> str:
+    """The line outside of this module that is being executed."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno}"
+
+
+def read(tensor: Tensor) -> Tensor:
+    """The numbers of ``tensor`` on the host; the host waits until the device has them."""
+    for reads in _WATCHERS:
+        reads.blocking[_asked_by()] += 1
+    return _stand_ins(tensor) if tensor.is_meta else tensor.cpu()
+
+
+class HostCopy:
+    """Numbers on their way to the host, as they are on the device when this is made."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrival: Any = None
+        if tensor.is_meta:
+            self._numbers = _stand_ins(tensor)
+        elif tensor.is_cuda:
+            self._numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._numbers.copy_(tensor, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+        else:
+            self._numbers = tensor.clone()
+
+    def wait(self) -> Tensor:
+        """The numbers, on the host; waits for this copy alone, in any thread."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._numbers
+
+
+def start_read(tensor: Tensor) -> HostCopy:
+    """Send the numbers of ``tensor`` to the host, which goes on."""
+    for reads in _WATCHERS:
+        reads.asynchronous[_asked_by()] += 1
+    return HostCopy(tensor.detach())
+
+
+def to_device(numbers: Tensor, target: torch.device) -> Tensor:
+    """``numbers`` of the host on ``target``; nobody waits for the copy. A copy from memory that is not pinned waits for
+    all that is queued on a GPU."""
+    if target.type != "cuda":
+        return numbers.to(target)
+    return numbers.pin_memory().to(target, non_blocking=True)
+
+
+def _stand_ins(tensor: Tensor) -> Tensor:
+    """What the host reads of a tensor without storage (``rehearsal``): ones."""
+    return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
 # --- fused kernels ----------------------------------------------------------------------------

@@ -37,17 +37,17 @@ class LogRatioExchange:
         return largest
 
     def of_step(self, pack: Pack, own: torch.Tensor) -> torch.Tensor:
-        """l of this rank's trajectories -> of the micro-step's, float64 on the CPU."""
+        """l of this rank's trajectories -> of the micro-step's, float64, both on the device."""
         if self._parallel.expert_data_size == 1:
-            return own.cpu()
+            return own
         every = torch.zeros(len(pack.step_samples), dtype=torch.float64, device=self._device)
-        every[pack.offset : pack.offset + len(own)] = own.to(self._device)
+        every[pack.offset : pack.offset + len(own)] = own
         dist.all_reduce(every, group=self._parallel.expert_data_group)
-        return every.cpu()
+        return every
 
     def send(self, log_ratio: torch.Tensor) -> None:
         """Last stage -> every earlier one: l of a micro-step."""
-        message = log_ratio.to(self._device)
+        message = log_ratio
         for stage in range(self._parallel.pipeline_size - 1):
             self.keep(dist.isend(message, self._stage(stage), group=self._parallel.log_ratio_group), message)
 
