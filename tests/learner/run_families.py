@@ -58,7 +58,7 @@ def _logits(chunks: Any, prompt: torch.Tensor, parallel: Any, size: int) -> torc
         return forward_tokens(stage, prompt, torch.arange(len(prompt)), layout), collect
 
     with torch.no_grad():
-        run_schedule(chunks, [None], forward, tokens=len(prompt), forward_only=True)
+        run_schedule(chunks, [None], forward, lengths=[len(prompt)], forward_only=True)
     whole = found[0] if found else torch.zeros(len(prompt), size)
     last = parallel.stage_global_rank(parallel.pipeline_size - 1)
     dist.broadcast(whole, last, group=parallel.pipeline_group)

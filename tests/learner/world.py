@@ -2,8 +2,8 @@
 
 Every rank is a process of its own (gloo). What the function returns on rank 0 is what ``run_world`` returns. A world of
 each size stays up between calls, as the groups of torch.distributed of its ranks do; it takes one job after another,
-and is killed by pid when a rank fails or the deadline of a job passes: the next call starts another. A function that
-changes its process for good gets a world of its own (``alone``).
+and is killed by pid when a rank fails or the deadline of a job passes, after each has shown where it stands: the next
+call starts another. A function that changes its process for good gets a world of its own (``alone``).
 
 Imports are most of a small world's cost (about 6 s of a core a rank, measured on CPU, 2026-11-29), so ranks are forked
 from one server process that has made them (``preload.py``) and has no threads. It ends with pytest, and so does a rank
@@ -12,12 +12,15 @@ whose caller is gone.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import importlib
 import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -87,6 +90,7 @@ class World:
             while waiting:
                 ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
                 if not ready:
+                    self._show_where_they_stand()
                     raise WorldFailed(f"{function} on {self.ranks} ranks: no end after {timeout_s} s\n{self._tails()}")
                 for pipe in ready:
                     rank = waiting.pop(pipe)  # type: ignore[arg-type]
@@ -95,7 +99,7 @@ class World:
                         raise EOFError
                     result = found if rank == 0 else result
         except (EOFError, OSError) as error:
-            time.sleep(0.5)  # let the others print why they fail
+            self._show_where_they_stand()
             raise WorldFailed(f"{function} on {self.ranks} ranks failed\n{self._tails()}") from error
         return result
 
@@ -111,6 +115,15 @@ class World:
                 process.kill()
             process.join()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _show_where_they_stand(self) -> None:
+        """Every rank that is alive prints its threads; one that fails, why."""
+        time.sleep(0.5)
+        for process in self._processes:
+            if process.is_alive() and process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
 
     def _tails(self) -> str:
         logs = sorted(Path(self._folder).glob("log.*"))
@@ -158,6 +171,7 @@ def run_rank(jobs: Connection, folder: str, environment: dict[str, str]) -> None
     log = os.open(Path(folder) / f"log.{environment['RANK']}", os.O_WRONLY | os.O_CREAT)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
+    faulthandler.register(signal.SIGUSR1)
     sys.path[:0] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), str(ROOT)]
     while True:
         try:

@@ -80,5 +80,5 @@ class ReferenceStep:
 
             return forward_tokens(model, pack.tokens, pack.positions, pack.layout), loss
 
-        run_schedule(self._trainable.wrapped, [pack], forward, tokens=pack.length, forward_only=False)
+        run_schedule(self._trainable.wrapped, [pack], forward, lengths=[pack.length], forward_only=False)
         return found[0]

@@ -1,8 +1,8 @@
 """Mixtures of experts: which trajectory each dispatched token belongs to.
 
-An expert holds tokens of all ranks that share it, in the dispatcher's order: by source, and of one source by trajectory.
-So the counts that plan the dispatch (``moe.dispatch``) say whose each row is. Several packs may be in flight; what is
-found belongs to the call, and the expert layers of the same call take it from here.
+An expert holds tokens of all ranks that share it, in the dispatcher's order: by source, and of one source by
+trajectory. So the counts that plan the dispatch (``megatron.dispatch``) say whose each row is. Several packs may be in
+flight; what is found belongs to the call, and the expert layers of the same call take it from here.
 """
 
 from __future__ import annotations

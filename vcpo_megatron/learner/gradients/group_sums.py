@@ -3,8 +3,8 @@
 ``accumulate``: the gradient of group g is accumulated centred, sum_i (R_i - m_g)/std_g s_i with s_i = w_i g_i; once
 |g_i| is known over all shards, (b_g - m_g)/std_g S_g with S_g = sum_i s_i is taken off. m_g may move between two
 packs of the group: the sums so far move with it, by the S_g so far (``recentre``). Squared norms are summed over the
-replica's ranks without anybody waiting inside the schedule: a stage starts the reduction when its last backward of
-the group is done and goes on with the next group, whose S it keeps in another accumulator.
+replica's ranks, from host to host, without anybody waiting inside the schedule: a stage starts the reduction when its
+last backward of the group is done and goes on with the next group, whose S it keeps in another accumulator.
 
 A later stage is ahead of the first one by as many packs as its number, so 1 + ceil(p / packs a group)
 accumulators on stage p are enough never to wait. With virtual stages the backwards of one chunk run
@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch.nn import Parameter
 
 from ..batch.packing import Pack
 from ..megatron import platform
+from ..megatron.host_exchange import Arriving, HostExchange
 from ..megatron.parallel import Parallel
 from .pack_scores import PackScores
 from .weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly, WeightGradients, fp32_scalar, main_gradient
@@ -54,8 +54,7 @@ class _Pending:
 
     number: int
     group: _GroupInFlight
-    total: torch.Tensor
-    work: dist.Work | None
+    squares: Arriving
 
 
 #: Called once a group on every rank of the replica with (group, its samples' numbers in the batch, |g_i| float64 [n]).
@@ -86,7 +85,8 @@ class GroupNorms:
     By itself, this is the first of two passes: nothing is kept and nobody waits before the end.
     """
 
-    _found: Found  # of the step at hand
+    _found: Found  # of the step at hand, like the next one
+    _exchange: HostExchange
 
     def __init__(self, parameters: Mapping[str, Parameter], chunks: int, parallel: Parallel) -> None:
         self._parameters = dict(parameters)
@@ -107,10 +107,10 @@ class GroupNorms:
         """Squared error and squared size of what the step accumulated in less than fp32."""
         return 0.0, 0.0
 
-    def start_step(self, packs: Sequence[Pack], found: Found) -> None:
+    def start_step(self, packs: Sequence[Pack], found: Found, exchange: HostExchange) -> None:
         """Announce the packs of the step in the order of their backward. ``found`` returns what the mode needs of a
-        group whose norms are known."""
-        self._found = found
+        group whose norms are known; ``exchange`` sums them until the step is finished."""
+        self._found, self._exchange = found, exchange
         self._pending.clear()
         self._open.clear()
         self._packs = {}
@@ -137,11 +137,9 @@ class GroupNorms:
             group.index += pack.step_index
         group.backwards_left -= 1
         if group.backwards_left == 0:
-            total = torch.cat(list(group.norms.values()))
-            ranks, work = self._parallel.statistics_group, None
-            if dist.get_world_size(ranks) > 1:
-                work = dist.all_reduce(total, group=ranks, async_op=True)
-            self._pending.append(_Pending(number, group, total, work))
+            own = platform.start_read(torch.cat(list(group.norms.values())))
+            squares = self._exchange.sum(own, self._parallel.statistics_group, f"squared norms of group {number}")
+            self._pending.append(_Pending(number, group, squares))
             del self._open[number]
 
     def finish_step(self, buckets: Sequence[Bucket]) -> None:
@@ -165,9 +163,7 @@ class GroupNorms:
             self._finish(pending.group, self._wait(pending))
 
     def _wait(self, pending: _Pending) -> torch.Tensor:
-        if pending.work is not None:
-            pending.work.wait()
-        return self._found(pending.number, pending.group.index, pending.total.sqrt())
+        return self._found(pending.number, pending.group.index, pending.squares.wait().sqrt())
 
 
 class _Bounded(GroupNorms):
@@ -178,8 +174,8 @@ class _Bounded(GroupNorms):
         self._configured_limit = limit
         self._limit = 1
 
-    def start_step(self, packs: Sequence[Pack], found: Found) -> None:
-        super().start_step(packs, found)
+    def start_step(self, packs: Sequence[Pack], found: Found, exchange: HostExchange) -> None:
+        super().start_step(packs, found, exchange)
         fewest = min(self._packs.values(), default=1)
         window = self._parallel.pipeline_size if self._chunks > 1 else 1
         needed = accumulators_needed(self._parallel.pipeline_rank, fewest, window)
@@ -228,11 +224,11 @@ class OpobSums(_Bounded):
         error, size = platform.read(torch.stack(self._error).sum(0)).tolist()
         return error, size
 
-    def start_step(self, packs: Sequence[Pack], found: Found) -> None:
+    def start_step(self, packs: Sequence[Pack], found: Found, exchange: HostExchange) -> None:
         unfinished = [pending.group for pending in self._pending] + list(self._open.values())
         self._free += [group.accumulator for group in unfinished]  # of a step that was aborted
         self._error.clear()
-        super().start_step(packs, found)
+        super().start_step(packs, found, exchange)
 
     @torch.no_grad()
     def recentre(self, group: int, factor: torch.Tensor) -> None:

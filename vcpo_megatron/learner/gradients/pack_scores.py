@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..batch.packing import Pack
 from ..megatron import platform
+from ..megatron.host_exchange import HostExchange
 from ..megatron.parallel import Parallel
 from .weight_gradients import Accumulator, NormsOnly, WeightGradients, length_classes
 
@@ -260,19 +261,19 @@ class PackScores:
     kept                 functions of the final coefficients [n] that finish the gradient, where it is deferred
     owned                float64 [n]: squared norms of which this rank alone holds its share
     tied                 rows of the output layer's gradient that the embedding's will meet, where they are one
-    sends                messages in flight to other stages, with what they hold
+    exchange             takes messages to other stages; none where there is one
     token_pairs          plans of the embedding's rows (``tied``), by the part of the vocabulary
     """
 
     pack: Pack
     parallel: Parallel
+    exchange: HostExchange | None = None
     gradients: WeightGradients = field(default_factory=NormsOnly)
     coefficients: Coefficients | None = None
     accumulator: Accumulator = field(default_factory=Accumulator)
     kept: list[Callable[[Tensor], object]] = field(default_factory=list)
     owned: Tensor = field(init=False)
     tied: Tensor | None = None
-    sends: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
     token_pairs: dict[tuple[int, int], TokenPairs] = field(default_factory=dict)
     _vectors: dict[str, list[Tensor]] = field(default_factory=lambda: {"owned": [], "replicated": [], "partial": []})
 

@@ -1,8 +1,8 @@
 """Input and output embedding as one parameter: |E_i + W_i|^2 = |E_i|^2 + |W_i|^2 + 2 <E_i, W_i>.
 
 E_i has rows for the trajectory's own tokens only, so only these rows of the output layer's W_i are formed
-once more. With pipeline stages they travel from the last stage to the first, in the order of the backwards;
-they are there long before the first stage asks for them.
+once more. With pipeline stages they travel from the last stage to the first, from host to host, in the order of the
+backwards: what the last stage sends in its backward must not wait on the device for the first stage's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..megatron import platform
@@ -74,9 +73,9 @@ def send_tied_rows(scores: PackScores, inputs: Tensor, grads: Tensor) -> None:
     if parallel.pipeline_size == 1:
         scores.tied = out
     elif len(out):
-        work = dist.isend(out, parallel.stage_global_rank(0), group=parallel.tied_group)
-        assert work is not None
-        scores.sends.append((work, out))
+        assert scores.exchange is not None
+        first = parallel.stage_global_rank(0)
+        scores.exchange.send(platform.start_read(out), [first], parallel.tied_group, _name(scores))
 
 
 def receive_tied_rows(scores: PackScores, pairs: TokenPairs, width: int) -> Tensor:
@@ -86,7 +85,14 @@ def receive_tied_rows(scores: PackScores, pairs: TokenPairs, width: int) -> Tens
         assert scores.tied is not None
         rows, scores.tied = scores.tied, None
         return rows
-    rows = torch.empty(len(pairs.token), width, dtype=torch.float32, device=pairs.token.device)
-    if len(rows):
-        dist.recv(rows, parallel.stage_global_rank(parallel.pipeline_size - 1), group=parallel.tied_group)
-    return rows
+    shape, last = (len(pairs.token), width), parallel.stage_global_rank(parallel.pipeline_size - 1)
+    if not len(pairs.token):
+        return torch.empty(shape, dtype=torch.float32, device=pairs.token.device)
+    assert scores.exchange is not None
+    arriving = scores.exchange.receive(shape, torch.float32, last, parallel.tied_group, _name(scores))
+    return platform.to_device(arriving.wait(), pairs.token.device)
+
+
+def _name(scores: PackScores) -> str:
+    numbers = scores.pack.step_index
+    return f"rows of the tied output layer's gradient of trajectories {numbers} of the batch, from the last stage"

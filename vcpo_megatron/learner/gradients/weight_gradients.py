@@ -348,8 +348,8 @@ class NormsOnly:
 
 
 class Deferred:
-    """Keeps what the gradient needs in ``scores.kept``: functions of a table of the final coefficients, fp32 [1, n + 1],
-    0 for rows of no trajectory."""
+    """Keeps what the gradient needs in ``scores.kept``: functions of a table of the final coefficients, fp32
+    [1, n + 1], 0 for rows of no trajectory."""
 
     def matrix(
         self, scores: PackScores, tokens: TokenShards, name: str, weight: Parameter, inputs: Tensor, grads: Tensor

@@ -5,8 +5,8 @@ which makes the host wait. Here the counts of one call, of every source rank, ex
 device and read at once: the host must know them to cut the rows among experts and ranks, and knows the rest by them.
 What Megatron's dispatcher does with hidden states is what it does without this.
 
-``label`` tells tokens apart that the caller wants counted apart (trajectories); rows of one expert from one source are in
-the order of their labels, because tokens are, so that counts tell every row's label without a second dispatch.
+``label`` tells tokens apart that the caller wants counted apart (trajectories). Rows of one expert from one source are
+in the order of their labels, because tokens are: counts tell every row's label without a second dispatch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from . import platform
 
 @dataclass(frozen=True)
 class Labels:
-    """``ids`` int64 [t]: the label of each token of this rank, ascending; ``count`` labels there are. ``others``: further
-    ranks that hold the same experts and whose counts are asked for as well."""
+    """``ids`` int64 [t]: the label of each token of this rank, ascending; ``count`` labels there are. ``others``:
+    further ranks that hold the same experts and whose counts are asked for as well."""
 
     ids: Tensor
     count: int
@@ -54,7 +54,7 @@ Counted = Callable[[ExpertCounts], None]
 
 
 class PlannedDispatch:
-    """Of one MoE layer: ``dispatcher`` with its plan made here. ``labels`` and ``counted`` are for the caller to set."""
+    """Of one MoE layer: ``dispatcher`` with its plan made here. ``labels`` and ``counted`` are the caller's to set."""
 
     def __init__(self, dispatcher: Any) -> None:
         self.labels: AskedLabels = lambda: None

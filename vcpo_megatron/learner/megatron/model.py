@@ -67,8 +67,10 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
         # every value is read from the checkpoint; what Megatron would draw at random is never used
         perform_initialization=False,
         use_cpu_initialization=not platform.has_gpu(),
-        # packs differ in length, which matters where they are sent between stages
+        # packs differ in length; ``stage_messages`` knows the shapes, and messages of one batch need no barrier of the
+        # device behind them (old versions of torch did), which would wait for all that is on its way
         variable_seq_lengths=config.parallel.pipeline > 1,
+        batch_p2p_sync=False,
         moe_token_dispatcher_type=config.parallel.expert_dispatcher,
         # the schedule must not rescale: losses are normalised over the global batch by us
         calculate_per_token_loss=True,

@@ -7,13 +7,18 @@ Ranks that work on the same trajectories, or on the same experts at the same tim
                  all of them, so all of them work on the same group in the same micro-step.
                  (Not Megatron's expert-data-parallel group, whose ranks hold the same experts.)
 
-    command     gloo, all ranks: commands and batches from rank 0, agreed numbers (CPU tensors)
-    statistics  the replica's ranks: squared gradient norms of a group are summed here
+    command     gloo, all ranks: commands and batches from rank 0, agreed numbers
+    statistics  gloo, the replica's ranks: squared gradient norms of a group are summed here
     replica     gloo, the same ranks: whether a step is aborted between two micro-batches
-    pipeline    (copies of it) from the last stage to each earlier one: l_i, before that pack's backward; and
-                rows of the output layer's gradient to the first stage where it is tied to the embedding
+    log_ratio, tied  gloo, the pipeline's ranks: from the last stage to each earlier one l_i, before that pack's
+                backward; and rows of the output layer's gradient to the first stage where it is tied to the embedding
     expert-data  l_i of one micro-step
     expert_split  ranks of the replica that hold the same experts and different tokens
+
+Groups of gloo carry tensors of the host, and what a stage sends to another ahead of a need of it (``host_exchange``);
+all others are the device's, NCCL's on GPUs. Those of more than one stage carry nothing but Megatron's own messages in
+the order of its schedule, and sums behind it. NCCL makes a communicator when it is used first and holds up the host
+until all its ranks use it, in whatever order stages come to that: ``initialize`` uses each once, in one order.
 """
 
 from __future__ import annotations
@@ -26,10 +31,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
+from torch.distributed import distributed_c10d
 
 from ...config.schema import RunConfig
 from ..batch.packing import Share
 from . import platform
+from .stage_messages import connect_stages
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,9 @@ def initialize(config: RunConfig) -> Parallel:
     timeout = datetime.timedelta(seconds=config.launch.timeout_s)
     chosen = config.parallel
     if not dist.is_initialized():
-        dist.init_process_group(platform.backend(), timeout=timeout)
+        # with a device NCCL makes the communicators of all groups at once, where they are built
+        bound = platform.device() if platform.has_gpu() else None
+        dist.init_process_group(platform.backend(), timeout=timeout, device_id=bound)
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=chosen.tensor,
         pipeline_model_parallel_size=chosen.pipeline,
@@ -143,7 +152,7 @@ def initialize(config: RunConfig) -> Parallel:
     same_experts = set(dist.get_process_group_ranks(mpu.get_expert_data_parallel_group()))
     split = tuple(r for r in replica if r in same_experts)
     pipeline = tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
-    return Parallel(
+    parallel = Parallel(
         rank=rank,
         world_size=world,
         tensor_rank=mpu.get_tensor_model_parallel_rank(),
@@ -164,16 +173,28 @@ def initialize(config: RunConfig) -> Parallel:
         tensor_context_group=mpu.get_tensor_and_context_parallel_group(),
         pipeline_group=mpu.get_pipeline_model_parallel_group(),
         command_group=dist.new_group(backend="gloo", timeout=timeout),
-        statistics_group=_group_of(replica, timeout),
+        statistics_group=_group_of(replica, timeout, backend="gloo"),
         replica_group=_group_of(replica, timeout, backend="gloo"),
         replica_size=len(replica),
         is_first_of_replica=rank == replica[0],
-        log_ratio_group=_group_of(pipeline, timeout),  # of its own, so that l_i never mixes with activations
-        tied_group=_group_of(pipeline, timeout),
+        log_ratio_group=_group_of(pipeline, timeout, backend="gloo"),
+        tied_group=_group_of(pipeline, timeout, backend="gloo"),
         expert_data_group=_group_of(expert_data, timeout),
         expert_split_group=_group_of(split, timeout),
         expert_split_size=len(split),
     )
+    _connect(parallel)
+    return parallel
+
+
+def _connect(parallel: Parallel) -> None:
+    """Use every communicator of the device once: groups in the order in which all ranks have made them, then pairs of
+    stages."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group.size() > 1 and dist.get_backend(group) == platform.backend():
+            dist.all_reduce(torch.zeros(1, device=platform.device()), group=group)
+    if parallel.pipeline_size > 1:
+        connect_stages(parallel.pipeline_group, interleaved=parallel.virtual_size > 1)
 
 
 def _group_of(mine: tuple[int, ...], timeout: datetime.timedelta, *, backend: str | None = None) -> dist.ProcessGroup:

@@ -51,6 +51,11 @@ def backend() -> str:
     return "nccl" if has_gpu() else "gloo"
 
 
+def _gpu() -> int:
+    """Number of this rank's GPU among those that the process sees."""
+    return int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+
+
 def device() -> torch.device:
     """Device of this rank's parameters and activations."""
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _CPU
@@ -71,7 +76,7 @@ def prepare() -> None:
             print(f"kernels: {note}", file=sys.stderr, flush=True)  # a tool may print JSON
     kernels()
     if has_gpu():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(_gpu())
         return
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     _replace_cuda()
@@ -226,6 +231,12 @@ def read(tensor: Tensor) -> Tensor:
     for reads in _WATCHERS:
         reads.blocking[_asked_by()] += 1
     return _stand_ins(tensor) if tensor.is_meta else tensor.cpu()
+
+
+def bind_thread() -> None:
+    """Let this thread use the process's GPU, like the main thread; nothing without one."""
+    if has_gpu():
+        torch.cuda.set_device(_gpu())
 
 
 class HostCopy:

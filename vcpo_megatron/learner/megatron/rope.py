@@ -15,7 +15,6 @@ import types
 from typing import Any
 
 import megatron.core.transformer.attention as attention
-import numpy as np
 import torch
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from torch import Tensor

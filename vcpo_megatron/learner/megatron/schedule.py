@@ -7,9 +7,12 @@ from typing import Any, TypeVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 
 from ..batch.packing import PackLayout
 from .layers import PackParams
+from .stage_messages import StageMessages
 
 #: What a loss function returns to the schedule: the loss, a token count that is not used, nothing to report.
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
@@ -37,12 +40,12 @@ def run_schedule(
     items: Sequence[_T],
     forward: Callable[[_T, torch.nn.Module], ForwardStep],
     *,
-    tokens: int,
+    lengths: Sequence[int],
     forward_only: bool,
 ) -> None:
     """Run ``forward`` on every item and chunk, and the backward unless ``forward_only``; nothing without items.
 
-    ``tokens`` is the length of the first item.
+    ``lengths``: tokens of each item, on all context-parallel ranks, padding included; the same on every stage.
     """
     if not items:
         return
@@ -56,7 +59,20 @@ def run_schedule(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(items),
-        seq_length=tokens,
+        seq_length=lengths[0],
         micro_batch_size=1,
         forward_only=forward_only,
+        **_messages(chunks, lengths),
     )
+
+
+def _messages(chunks: Sequence[torch.nn.Module], lengths: Sequence[int]) -> dict[str, Any]:
+    """Arguments of the schedule that say how stages talk; none where there is one stage."""
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "dp_cp", "embd", "pos_embd"])
+    if groups.pp.size() == 1:
+        return {}
+    config = get_model_config(chunks[0])
+    parts = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    tokens = [length // parts for length in lengths]
+    messages = StageMessages(groups.pp, config, len(chunks), tokens, config.hidden_size)
+    return {"p2p_communicator": messages, "pg_collection": groups}

@@ -42,5 +42,5 @@ def score_with(
         return forward_tokens(model, inputs, own.to(inputs.device), layout), score
 
     items = [None] * parallel.steps_multiple
-    run_schedule(chunks, items, forward, tokens=layout.total, forward_only=True)
+    run_schedule(chunks, items, forward, lengths=[layout.total] * len(items), forward_only=True)
     return agree_sum(found, parallel)[:length].to(torch.float32).numpy()

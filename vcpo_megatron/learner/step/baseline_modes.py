@@ -28,7 +28,6 @@ from ..batch.packing import Pack
 from ..gradients.attach import attach_chunks
 from ..gradients.group_sums import Bucket, DeferredGradients, GroupNorms, OpobSums
 from ..gradients.pack_scores import ScoreSwitch
-from ..megatron import platform
 from .batch_state import BatchState, SampleNumbers
 from .passes import Passes
 from .per_trajectory_backward import ExactBackward
@@ -125,7 +124,6 @@ class _ExactMode(ABC):
     def _set_baselines(self, state: BatchState, group: int, index: Sequence[int], norms: Tensor) -> Tensor:
         """b_i of a group whose exact |g_i| are known: called alike on all ranks of the replica."""
         self._passes.terms.collect()  # packs of the group: their l_i are older than its norms
-        norms = platform.read(norms)
         state.has_norm[list(index)] = True
         state.grad_norm[list(index)] = norms
         self._passes.objective.set_baselines(state, index, norms)
@@ -187,9 +185,10 @@ class AccumulateMode(_OneBackwardMode):
 
     Where one trajectory outweighs its group, b_g comes close to its reward: (R - m) w g and (b - m) w g of it would
     cancel in fp32, and with them what the others say. So m_g is the reward of the trajectory with the largest l so far,
-    until b_g is known. When a larger one arrives the sums so far, which are small beside it, move to the new centre. Every rank follows its own order of packs: whatever its m_g, what is taken off in
-    the end is counted from it. The device finds m_g, since a pack's backward follows its l_i at once; the host finds it
-    again, by the same numbers, when the group is finished.
+    until b_g is known. When a larger one arrives the sums so far, which are small beside it, move to the new centre.
+    Every rank follows its own order of packs: whatever its m_g, what is taken off in the end is counted from it. The
+    device finds m_g, since a pack's backward follows its l_i at once; the host finds it again, by the same numbers, when
+    the group is finished.
     """
 
     _groups: OpobSums

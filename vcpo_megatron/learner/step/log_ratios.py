@@ -1,8 +1,8 @@
 """How l_i reaches everyone whose backward needs it.
 
 Known on the last pipeline stage after a pack's forward, summed over context-parallel ranks. Ranks that share
-experts exchange those of a micro-step there; then they travel to every earlier stage, a few doubles that
-arrive long before that pack's backward.
+experts exchange those of a micro-step there; then they travel to every earlier stage, from host to host, a few doubles
+that arrive long before that pack's backward.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import torch
 import torch.distributed as dist
 
 from ..batch.packing import Pack
+from ..megatron import platform
+from ..megatron.host_exchange import Arriving, HostExchange
 from ..megatron.parallel import Parallel
 
 
 class LogRatioExchange:
-    """The messages of one rank; ``finish_step`` waits until all sends are complete."""
+    """Sums and messages of one rank."""
 
     def __init__(self, parallel: Parallel, device: torch.device) -> None:
         self._parallel = parallel
         self._device = device
-        self._sends: list[tuple[dist.Work, torch.Tensor]] = []
 
     def sum_over_context(self, sums: torch.Tensor) -> torch.Tensor:
         """Sums over the tokens of this rank -> over those of all context-parallel ranks."""
@@ -45,27 +46,19 @@ class LogRatioExchange:
         dist.all_reduce(every, group=self._parallel.expert_data_group)
         return every
 
-    def send(self, log_ratio: torch.Tensor) -> None:
-        """Last stage -> every earlier one: l of a micro-step."""
-        message = log_ratio
-        for stage in range(self._parallel.pipeline_size - 1):
-            self.keep(dist.isend(message, self._stage(stage), group=self._parallel.log_ratio_group), message)
+    def send(self, exchange: HostExchange, pack: Pack, copy: platform.HostCopy, part: slice) -> None:
+        """Last stage -> every earlier one: l of a micro-step, ``part`` of a copy."""
+        parallel = self._parallel
+        earlier = [parallel.stage_global_rank(stage) for stage in range(parallel.pipeline_size - 1)]
+        exchange.send(copy, earlier, parallel.log_ratio_group, _name(pack), part)
 
-    def receive(self, pack: Pack) -> tuple[dist.Work | None, torch.Tensor]:
-        """On an earlier stage, in the order of the packs' forwards: wait for the work before reading."""
-        log_ratio = torch.empty(len(pack.step_samples), dtype=torch.float64, device=self._device)
-        last = self._stage(self._parallel.pipeline_size - 1)
-        return dist.irecv(log_ratio, last, group=self._parallel.log_ratio_group), log_ratio
+    def receive(self, exchange: HostExchange, pack: Pack) -> Arriving:
+        """On an earlier stage, in the order of the packs' forwards: float64 [n], on the host."""
+        parallel = self._parallel
+        last = parallel.stage_global_rank(parallel.pipeline_size - 1)
+        shape = (len(pack.step_samples),)
+        return exchange.receive(shape, torch.float64, last, parallel.log_ratio_group, _name(pack))
 
-    def keep(self, work: dist.Work | None, message: torch.Tensor) -> None:
-        """Hold a message until its send is complete."""
-        assert work is not None
-        self._sends.append((work, message))
 
-    def finish_step(self) -> None:
-        for work, _ in self._sends:
-            work.wait()
-        self._sends.clear()
-
-    def _stage(self, stage: int) -> int:
-        return self._parallel.stage_global_rank(stage)
+def _name(pack: Pack) -> str:
+    return f"log ratios of trajectories {pack.step_index} of the batch, which the last pipeline stage sends"

@@ -95,18 +95,24 @@ class PackTerms:
             self.observer(state, pack, logits, policy)
         return Scored(logprobs, entropy, log_ratio)
 
-    def send(self, state: BatchState, pack: Pack, step_log_ratio: Tensor | None = None) -> None:
-        """Start the one copy of what was recorded of the pack; ``step_log_ratio`` float64: l of its whole micro-step."""
+    def send(
+        self, state: BatchState, pack: Pack, step_log_ratio: Tensor | None = None
+    ) -> tuple[platform.HostCopy, slice] | None:
+        """Start the one copy of what was recorded of the pack, if anything was; ``step_log_ratio`` float64: l of its
+        whole micro-step. Returns the copy, and the part of it that holds them."""
         if not self._rows:
-            return
+            return None
         parts = [*self._rows.values()]
+        first = sum(map(len, parts))
         if step_log_ratio is not None:
             parts.append(step_log_ratio)
         if self._tokens is not None:
             parts.append(self._tokens.reshape(-1))
         names, step_index = tuple(self._rows), () if step_log_ratio is None else tuple(pack.step_index)
-        self._on_their_way.append(_OnItsWay(state, pack, names, step_index, platform.start_read(torch.cat(parts))))
+        copy = platform.start_read(torch.cat(parts))
+        self._on_their_way.append(_OnItsWay(state, pack, names, step_index, copy))
         self._rows, self._tokens = {}, None
+        return copy, slice(first, first + len(step_index))
 
     def collect(self) -> None:
         """Into its ``BatchState`` what was sent: of packs whose forward is over, so that the copies have arrived."""
@@ -144,7 +150,7 @@ class PackTerms:
         return term
 
     def sums(self, pack: Pack, per_token: Tensor) -> Tensor:
-        """Sums over the sampled tokens of each trajectory, on whichever rank they are: float64 [n], where the pack is."""
+        """Sums over the sampled tokens of each trajectory, on whichever rank they are: float64 [n], on the device."""
         own = importance.segment_sum(per_token, pack.mask, pack.segments, len(pack.samples))
         return self._messages.sum_over_context(own)
 

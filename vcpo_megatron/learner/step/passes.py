@@ -106,11 +106,11 @@ class Passes:
 
     def run(self, packs: Sequence[Pack], forward: Forward, *, forward_only: bool = False) -> None:
         """``forward`` on every pack and chunk, and its backward; no reduction of gradients starts in it."""
-        length = packs[0].length if packs else 0
         self._abort.look()
         forward = self._abort.between_micro_batches(forward)
         with self.trainable.no_sync():
-            run_schedule(self.trainable.wrapped, packs, forward, tokens=length, forward_only=forward_only)
+            lengths = [pack.length for pack in packs]
+            run_schedule(self.trainable.wrapped, packs, forward, lengths=lengths, forward_only=forward_only)
 
     def output(self, pack: Pack, model: torch.nn.Module) -> torch.Tensor:
         """This stage's output for a pack, which is the current one of every pack context."""

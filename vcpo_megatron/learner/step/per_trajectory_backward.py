@@ -10,20 +10,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from ..batch.packing import Pack
 from ..gradients.group_sums import Bucket, Found, GroupNorms
 from ..gradients.pack_scores import PackScores, ScoreSwitch
 from ..megatron import platform
+from ..megatron.host_exchange import Arriving, HostExchange
 from ..megatron.schedule import ForwardStep, Loss, as_loss
 from .batch_state import BatchState, SampleNumbers
 from .passes import Passes
 
-#: A message of l_i from the last stage, and the tensor that receives it.
-Arriving = tuple[dist.Work | None, torch.Tensor]
-#: Called on every rank when a backward of a pack starts, with the numbers and the l_i of its micro-step where its tokens
-#: are; returns the numbers that its coefficients are made of.
+#: Called on every rank when a backward of a pack starts, with the numbers and the l_i of its micro-step, on the device;
+#: returns the numbers that its coefficients are made of.
 Starts = Callable[[BatchState, Pack, SampleNumbers, torch.Tensor], SampleNumbers]
 
 
@@ -40,23 +38,23 @@ class ExactBackward:
     def run(self, state: BatchState, packs: Sequence[Pack], found: Found, buckets: Sequence[Bucket]) -> None:
         """``found`` is called with the |g_i| of each group; the reduction of ``buckets`` starts in the end."""
         self._log_ratio.clear()
-        self._groups.start_step(packs, found)
-        self._passes.run(packs, partial(self._forward, state))
-        self._groups.finish_step(buckets)
+        with HostExchange(self._passes.config.launch.timeout_s) as exchange:
+            self._groups.start_step(packs, found, exchange)
+            self._passes.run(packs, partial(self._forward, state, exchange))
+            self._groups.finish_step(buckets)
         self._passes.terms.collect()
-        self._passes.messages.finish_step()
 
-    def _forward(self, state: BatchState, pack: Pack, model: torch.nn.Module) -> ForwardStep:
+    def _forward(self, state: BatchState, exchange: HostExchange, pack: Pack, model: torch.nn.Module) -> ForwardStep:
         """Differentiated: -sum_i c_i sum_t v_t log pi_t, v_t the token weight or 1."""
         passes, messages = self._passes, self._passes.messages
-        scores = PackScores(pack, passes.parallel)
+        scores = PackScores(pack, passes.parallel, exchange)
         self._switch.current = scores
         output = passes.output(pack, model)
         self._switch.current = None
         is_last_chunk = model is passes.trainable.wrapped[-1]
         if not (is_last_chunk and passes.parallel.is_last_stage):
             # the last chunk is the first whose backward needs l_i; the others find them in the state
-            arriving = messages.receive(pack) if is_last_chunk and pack.step_samples else None
+            arriving = messages.receive(exchange, pack) if is_last_chunk and pack.step_samples else None
             self._watch_backward(state, output, scores, arriving)
             return output, None
 
@@ -67,9 +65,9 @@ class ExactBackward:
             value = passes.terms.normalized(numbers, pack, -weights * scored.logprobs)
             log_ratio = messages.of_step(pack, scored.log_ratio)
             self._log_ratio[id(pack)] = log_ratio
-            passes.terms.send(state, pack, log_ratio)
-            if pack.step_samples:
-                messages.send(log_ratio)
+            sent = passes.terms.send(state, pack, log_ratio)
+            if pack.step_samples and sent is not None:
+                messages.send(exchange, pack, *sent)
             self._watch_backward(state, value, scores, None)
             return as_loss(value)
 
@@ -84,11 +82,8 @@ class ExactBackward:
 
         def start(_: torch.Tensor) -> None:
             if arriving is not None:
-                work, message = arriving
-                assert work is not None
-                work.wait()
-                state.log_ratio[index] = message.cpu()
-                self._log_ratio[id(scores.pack)] = platform.to_device(message, device)
+                state.log_ratio[index] = arriving.wait()
+                self._log_ratio[id(scores.pack)] = platform.to_device(state.log_ratio[index], device)
             log_ratio = self._log_ratio.get(id(scores.pack), none)
             numbers = self._starts(state, scores.pack, state.of_samples(index, device), log_ratio)
             scores.coefficients = objective.coefficients(state, index, numbers, log_ratio)
@@ -99,7 +94,5 @@ class ExactBackward:
         def end() -> None:
             self._switch.current = None
             self._groups.end(scores)
-            for work, message in scores.sends:
-                self._passes.messages.keep(work, message)
 
         output.register_hook(start)
