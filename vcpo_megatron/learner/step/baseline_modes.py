@@ -187,8 +187,8 @@ class AccumulateMode(_OneBackwardMode):
     cancel in fp32, and with them what the others say. So m_g is the reward of the trajectory with the largest l so far,
     until b_g is known. When a larger one arrives the sums so far, which are small beside it, move to the new centre.
     Every rank follows its own order of packs: whatever its m_g, what is taken off in the end is counted from it. The
-    device finds m_g, since a pack's backward follows its l_i at once; the host finds it again, by the same numbers, when
-    the group is finished.
+    device finds m_g, since a pack's backward follows its l_i at once; the host finds it again, by the same numbers,
+    when the group is finished.
     """
 
     _groups: OpobSums
