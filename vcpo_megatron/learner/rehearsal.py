@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..config.schema import RunConfig
 from ..types import Batch, PolicyVersion, StepResult
 from .megatron import platform
+from .megatron.dispatch import ExpertCounts, Labels, PlannedDispatch
 
 _ATEN = torch.ops.aten
 
@@ -176,6 +177,42 @@ class _Arrived:
         return True
 
 
+class _EvenRouting:
+    """What the dispatchers of mixtures read: as many tokens for every expert, of every source and label."""
+
+    def __init__(self) -> None:
+        self._rows, self._experts, self._first = 0, 1, 0
+
+    def patches(self) -> Iterator[Any]:
+        plan, postprocess = PlannedDispatch._plan, PlannedDispatch._dispatch_postprocess
+
+        def planned(dispatch: PlannedDispatch, dispatcher: Any, routing_map: Tensor) -> None:
+            self._see(dispatcher, routing_map, 1)
+            plan(dispatch, dispatcher, routing_map)
+
+        def postprocessed(dispatch: PlannedDispatch, dispatcher: Any, hidden: Tensor, probs: Tensor) -> Any:
+            self._see(dispatcher, dispatcher.routing_map, dispatcher.ep_size * dispatcher.tp_size)
+            return postprocess(dispatch, dispatcher, hidden, probs)
+
+        yield mock.patch.object(PlannedDispatch, "_plan", planned)
+        yield mock.patch.object(PlannedDispatch, "_dispatch_postprocess", postprocessed)
+        yield mock.patch.object(PlannedDispatch, "_read", self._read)
+
+    def _see(self, dispatcher: Any, routing_map: Tensor, sources: int) -> None:
+        self._rows = routing_map.shape[0] // sources * dispatcher.config.moe_router_topk
+        self._experts, self._first = routing_map.shape[1], dispatcher.local_expert_indices[0]
+
+    def _read(self, here: Tensor, asked: Labels | None, sent: Tensor) -> tuple[ExpertCounts, Tensor]:
+        platform.read(torch.cat([here.reshape(-1), sent]))  # as the real one, which asks once
+        rows = [self._rows // self._experts + (e < self._rows % self._experts) for e in range(self._experts)]
+        experts, sources, labels = here.shape
+        own = torch.tensor(rows[self._first : self._first + experts])[:, None, None].expand(experts, sources, 1)
+        counts = own // labels + (torch.arange(labels) < own % labels).long()
+        others = None if asked is None else asked.others
+        ranks = 1 if others is None else dist.get_world_size(others)
+        return ExpertCounts(counts.expand(ranks, *counts.shape), 0), torch.tensor(rows[: len(sent)])
+
+
 def rehearse(config: RunConfig, batch: Batch, *, rank: int, ranks: int) -> Rehearsal:
     """A step of ``rank`` of ``ranks`` on ``batch``; the model's weights are not read."""
     found = Rehearsal()
@@ -195,6 +232,10 @@ def rehearse(config: RunConfig, batch: Batch, *, rank: int, ranks: int) -> Rehea
             """Trajectories of other ranks were computed there."""
             state.owners.fill_(1)
 
-        with mock.patch.object(BatchState, "agree", agree), platform.watched_reads(found.reads), DeviceWatch(found):
+        with contextlib.ExitStack() as stack:
+            for patch in (mock.patch.object(BatchState, "agree", agree), *_EvenRouting().patches()):
+                stack.enter_context(patch)
+            stack.enter_context(platform.watched_reads(found.reads))
+            stack.enter_context(DeviceWatch(found))
             found.result = step.run(batch, PolicyVersion(1, 1))
     return found

@@ -64,7 +64,9 @@ class Trainable:
         extremes = [torch.aminmax(buffer.grad_data) for buffer in buffers if buffer.grad_data.numel()]
         if not extremes:
             return True
-        return bool(platform.read(torch.stack([bound.double() for pair in extremes for bound in pair])).isfinite().all())
+        return bool(
+            platform.read(torch.stack([bound.double() for pair in extremes for bound in pair])).isfinite().all()
+        )
 
     def gradient_norm(self, parallel: Parallel) -> float:
         """Norm of the whole reduced gradient, before clipping, the same on all ranks; collective. inf where it is nan.
