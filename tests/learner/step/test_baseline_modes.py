@@ -26,7 +26,9 @@ class StandInPasses:
         chosen = AlgorithmConfig.model_validate(algorithm)
         self.config = SimpleNamespace(algorithm=chosen, train=SimpleNamespace(max_pack_tokens=40))
         self.objective = Objective(chosen)
-        self.terms = SimpleNamespace(observer=None, estimated_norms=lambda state, pack, *_: self.norms)
+        self.terms = SimpleNamespace(
+            observer=None, estimated_norms=lambda state, pack, *_: self.norms, collect=lambda: None
+        )
         self.norms = torch.zeros(0)
         self.scored: list[int] = []
 
@@ -92,4 +94,6 @@ def test_padding_has_a_coefficient_of_0() -> None:
     (group,) = samples_of_groups((1.0, 0.0))
     state, pack = state_of((1.0, 0.0)), make_pack(group, Share(multiple=8), torch.device("cpu"))
     objective = Objective(AlgorithmConfig.model_validate({"method": "vcpo", "baseline": "group_mean"}))
-    assert objective.token_coefficients(state, pack, torch.zeros(8)).tolist() == [1.0, 1.0, -1.0, -1.0] + [0.0] * 4
+    known = (state.of_samples(pack.index), state.log_ratio)
+    found = objective.token_coefficients(state, pack, torch.zeros(8), *known)
+    assert found.tolist() == [1.0, 1.0, -1.0, -1.0] + [0.0] * 4

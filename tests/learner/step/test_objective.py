@@ -13,7 +13,7 @@ import torch
 from vcpo_megatron.config.methods import METHODS
 from vcpo_megatron.config.schema import AlgorithmConfig
 from vcpo_megatron.learner.batch.packing import Pack, Sample, Share, make_pack
-from vcpo_megatron.learner.step.batch_state import BatchState
+from vcpo_megatron.learner.step.batch_state import BatchState, SampleNumbers
 from vcpo_megatron.learner.step.objective import Objective
 
 from ..batch.test_packing import trajectory
@@ -42,6 +42,24 @@ def scene(
     return objective, state, pack, (ratios - 1.0).float()
 
 
+def known(state: BatchState, pack: Pack) -> tuple[SampleNumbers, torch.Tensor]:
+    """Of the pack's samples: their numbers and log ratios."""
+    return state.of_samples(pack.index), state.log_ratio[pack.index]
+
+
+@pytest.mark.parametrize("size", [3e-12, 4e-13, 1e-30, 1e30])
+def test_trajectories_of_one_reward_share_a_ratio_whatever_its_size(size: float) -> None:
+    """Rewards size and 0: R - m is half of it and that is what multiplies the sum of q W, exactly."""
+    keys = {"method": "vcpo", "baseline": "group_mean", "normalize_std": False}
+    objective, state, pack, _ = scene(keys, [[0.3], [1.0], [-2.0], [0.1]], (size, 0.0, 0.0, size))
+    state.has_variance[:] = True  # a difference of 1e-30 counts as none, here as any other
+    numbers, log_ratio = known(state, pack)
+    found = objective.coefficients(state, pack.index, numbers, log_ratio)
+    assert found.classes == ((0, 3), (1, 2)) and found.ratios is not None
+    assert found.ratios.tolist() == pytest.approx([0.5 * size, -0.5 * size], rel=1e-15, abs=0)
+    assert (found.gradient / found.sums).tolist() == pytest.approx(found.ratios[[0, 1, 1, 0]].tolist(), rel=1e-14)
+
+
 #: Keys beside the preset's own.
 GIVEN: tuple[dict[str, Any], ...] = ({}, {"is_threshold": math.inf}, {"ratio_high": math.inf}, {"baseline": "zero"})
 
@@ -59,15 +77,16 @@ def _check_far_away(method: str, given: dict[str, Any], far: float) -> None:
     The two cancel in the ratio of the whole answer, so that a sequence's weight is 1.
     """
     objective, state, pack, policy = scene({"method": method, **given}, [[0.0, far, -far]] * 3)
-    found = objective.token_coefficients(state, pack, policy)
+    found = objective.token_coefficients(state, pack, policy, *known(state, pack))
     assert found.dtype is torch.float32 and bool(found.isfinite().all())
     assert float(found.abs().max()) < math.sqrt(FP32)  # and its square, in a norm
-    advantage = objective.advantages(state, pack.index)
+    advantage = objective.advantages(state.of_samples(pack.index))
     if not METHODS[method].whole_batch:
         assert found.view(3, 3)[advantage == 0.0].eq(0.0).all()
     # a token at a ratio of 1 is what it was, wherever its neighbours are, but where a method looks at all of them
     if not METHODS[method].statistic and method != "mu_grpo":
-        near = objective.token_coefficients(*scene({"method": method, **given}, [[0.0, 0.0, 0.0]] * 3)[1:])
+        _, state, pack, policy = scene({"method": method, **given}, [[0.0, 0.0, 0.0]] * 3)
+        near = objective.token_coefficients(state, pack, policy, *known(state, pack))
         assert found.view(3, 3)[:, 0].tolist() == near.view(3, 3)[:, 0].tolist()
 
 
@@ -75,8 +94,8 @@ def _check_far_away(method: str, given: dict[str, Any], far: float) -> None:
 def test_an_advantage_of_0_is_0_under_a_weight_without_bound(level: str) -> None:
     keys = {"method": "tis_sequence", "is_level": level, "is_threshold": math.inf}
     objective, state, pack, policy = scene(keys, [[800.0], [800.0], [-800.0]])
-    assert objective.trajectory_coefficients(state, [1]).tolist() == [0.0]
-    assert objective.token_coefficients(state, pack, policy)[1:].tolist() == [0.0, 0.0]
+    assert objective.trajectory_coefficients(*known(state, pack))[1] == 0.0
+    assert objective.token_coefficients(state, pack, policy, *known(state, pack))[1:].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("method", ["tis_token", "icepop", "tis_sequence", "mis", "reinforce", "grpo", "cispo", "gspo"])
@@ -88,11 +107,12 @@ def test_no_weight_multiplies_the_anchor(method: str) -> None:
     anchored, other, _, _ = scene(keys, logs, previous_ess=0.2)
     assert other.anchor == pytest.approx(0.4)
     policy = policy.double()
-    pull = anchored.token_coefficients(other, pack, policy) - without.token_coefficients(state, pack, policy)
+    pull = anchored.token_coefficients(other, pack, policy, *known(other, pack))
+    pull = pull - without.token_coefficients(state, pack, policy, *known(state, pack))
     assert pull.tolist() == pytest.approx([0.4] * 6)
     # nothing pulls in a zero-variance group
     flat, state, pack, policy = scene(keys, logs, (1.0, 1.0, 1.0), previous_ess=0.2)
-    assert flat.token_coefficients(state, pack, policy).tolist() == [0.0] * 6
+    assert flat.token_coefficients(state, pack, policy, *known(state, pack)).tolist() == [0.0] * 6
 
 
 def test_where_the_anchor_is_a_term_of_its_own() -> None:
@@ -103,9 +123,12 @@ def test_where_the_anchor_is_a_term_of_its_own() -> None:
             {"method": "tis_token", "is_level": level, "behavior_anchor": 0.5}, logs, previous_ess=0.5
         )
         assert objective.has_token_anchor(state) is own
-        plain = objective.sequence_weights(state.log_ratio) * objective.advantages(state, pack.index)
-        rest = objective.trajectory_coefficients(state, pack.index) - plain
+        numbers, log_ratio = known(state, pack)
+        plain = objective.sequence_weights(log_ratio) * objective.advantages(numbers)
+        rest = objective.trajectory_coefficients(numbers, log_ratio) - plain
         assert rest.tolist() == pytest.approx([0.0 if own else 0.25] * 3)
-        assert objective.token_anchor(state, pack, policy).tolist() == [0.25] * 3
+        assert objective.token_anchor(numbers, pack, policy).tolist() == [0.25] * 3
+        # r W is not made of q W where the anchor is a part of r, and the weight may vanish beside it
+        assert (objective.coefficients(state, pack.index, numbers, log_ratio).classes is None) is not own
     on_policy = scene({"method": "tis_token", "behavior_anchor": 0.5}, logs)
     assert not on_policy[0].has_token_anchor(on_policy[1])  # and no pass for it

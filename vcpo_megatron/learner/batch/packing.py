@@ -66,6 +66,11 @@ class PackLayout:
     def total(self) -> int:
         return sum(self.lengths)
 
+    @property
+    def positions(self) -> np.ndarray:
+        """Of the tokens of this rank in their own sequences: int64 [total / C]."""
+        return np.concatenate([np.arange(length) for length in self.lengths])[self.take]
+
     @classmethod
     def of(cls, sequences: Sequence[int], share: Share, at_least: int = 0) -> PackLayout:
         """Lay sequences of these many tokens end to end, padded to ``at_least`` tokens, which is more than none."""
@@ -106,7 +111,7 @@ class Pack:
     boundaries         ints    [n+1] trajectory i holds tokens boundaries[i] to boundaries[i+1]
     experts            int32   [T, layers, k], on the CPU, or None: experts that a server sent each token to, -1 where
                        nothing was recorded
-    all_tokens, all_segments  int64 [C T]  those of every context-parallel rank, one rank after another
+    all_tokens, all_segments  int64 [C T], on the host: those of every context-parallel rank, one rank after another
     samples            the n trajectories, in the order of the tokens
     step_samples       those of all ranks that work on the group in the same micro-step (expert parallelism);
                        this rank's are those from ``offset`` on
@@ -121,8 +126,8 @@ class Pack:
     behavior_logprobs: torch.Tensor
     current: torch.Tensor
     segments: torch.Tensor
-    all_tokens: torch.Tensor
-    all_segments: torch.Tensor
+    all_tokens: np.ndarray
+    all_segments: np.ndarray
     layout: PackLayout
     step_samples: tuple[Sample, ...]
     offset: int
@@ -239,11 +244,11 @@ def make_pack(
     def own(whole: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(whole[layout.take]).to(device)
 
-    def every(whole: np.ndarray) -> torch.Tensor:
+    def every(whole: np.ndarray) -> np.ndarray:
         order = [
             PackLayout.of(costs, dataclasses.replace(share, rank=rank), at_least).take for rank in range(share.size)
         ]
-        return torch.from_numpy(whole[np.concatenate(order)]).to(device)
+        return whole[np.concatenate(order)]
 
     trajectories = [sample.trajectory for sample in samples]
     tokens = filled([t.tokens[:-1] for t in trajectories], 0, np.int64)
@@ -254,7 +259,7 @@ def make_pack(
         group=samples[0].group if group is None else group,
         tokens=own(tokens),
         labels=own(filled([t.tokens[1:] for t in trajectories], 0, np.int64)),
-        positions=own(np.concatenate([np.arange(length) for length in layout.lengths])),
+        positions=torch.from_numpy(layout.positions).to(device),
         mask=own(filled([t.loss_mask[1:] for t in trajectories], 0, np.bool_)),
         behavior_logprobs=own(filled([t.behavior_logprobs[1:] for t in trajectories], 0.0, np.float32)),
         current=own(filled([_sampled_by(t, version)[1:] for t in trajectories], 0, np.bool_)),

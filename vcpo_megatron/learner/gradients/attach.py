@@ -36,7 +36,7 @@ from torch.nn import Parameter
 
 from ..megatron.layers import RMSNorm
 from ..megatron.parallel import Parallel
-from .experts import ExpertOwners, attach_dispatcher
+from .experts import ExpertOwners
 from .linear import attach_linear, attach_router, attach_shared_gate
 from .pack_scores import ScoreSwitch
 from .vectors import attach_embedding, attach_norm
@@ -92,8 +92,7 @@ def attach(model: torch.nn.Module, switch: ScoreSwitch, parallel: Parallel, *, p
     owners = {}
     for path, module in model.named_modules():
         if isinstance(module, MoELayer):
-            owners[path] = ExpertOwners()
-            attach_dispatcher(module.token_dispatcher, switch, owners[path])
+            owners[path] = ExpertOwners(module.token_dispatcher.plan, switch)
     for path, module in modules:
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             expert = _EXPERT.fullmatch(path)

@@ -1,34 +1,51 @@
 """Mixtures of experts: which trajectory each dispatched token belongs to.
 
-An expert holds tokens of all ranks that share it, in the dispatcher's order. Before Megatron dispatches the
-hidden states it dispatches, by the same calls and the same routing, the number of every token's trajectory:
-whatever the dispatcher does with tokens it does with their owners. Several packs may be in flight; what is
-found belongs to the call, and the expert layers of the same call take it from here.
+An expert holds tokens of all ranks that share it, in the dispatcher's order: by source, and of one source by
+trajectory. So the counts that plan the dispatch (``megatron.dispatch``) say whose each row is. Several packs may be in
+flight; what is found belongs to the call, and the expert layers of the same call take it from here.
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .pack_scores import PackScores, ScoreSwitch, TokenShards
+from ..megatron import platform
+from ..megatron.dispatch import ExpertCounts, Labels, PlannedDispatch
+from .pack_scores import PackScores, Run, ScoreSwitch, TokenRows, TokenShards
 
 
 class ExpertOwners:
     """Of one MoE layer: the trajectories of the rows that its experts are about to get."""
 
-    def __init__(self) -> None:
-        self._ids: tuple[Tensor, ...] = ()
+    def __init__(self, dispatch: PlannedDispatch, switch: ScoreSwitch) -> None:
+        self._switch = switch
         self._scores: PackScores | None = None
+        self._counts = ExpertCounts(torch.zeros(1, 0, 0, 0, dtype=torch.int64), 0)
+        self._ids: tuple[Tensor, ...] = ()
         self._tokens: dict[int, TokenShards] = {}
+        dispatch.labels, dispatch.counted = self._labels, self._dispatched
 
-    def dispatched(self, scores: PackScores, ids: tuple[Tensor, ...]) -> None:
-        """A call of the layer starts: ids int64 [rows of the expert], one tensor a local expert."""
-        self._ids, self._scores, self._tokens = ids, scores, {}
+    def _labels(self) -> Labels | None:
+        """Tokens of this rank by trajectory; padding is the last label."""
+        scores = self._switch.active()
+        if scores is None:
+            return None
+        others = scores.parallel.expert_split_group
+        return Labels(scores.sequence, scores.n + 1, others if scores.parallel.expert_split_size > 1 else None)
+
+    def _dispatched(self, counts: ExpertCounts) -> None:
+        """A call of the layer starts."""
+        scores = self._switch.current
+        assert scores is not None
+        self._scores, self._counts, self._tokens = scores, counts, {}
+        own = counts.counts[counts.rank].numpy()  # [experts, sources, labels]
+        labels = np.broadcast_to(np.arange(own.shape[2]), own.shape)
+        ids = torch.from_numpy(np.repeat(labels.reshape(-1), own.reshape(-1)))
+        self._ids = platform.to_device(ids, scores.owned.device).split(own.sum((1, 2)).tolist())
 
     def tokens_of(self, expert: int) -> Callable[[PackScores], TokenShards]:
         """For ``attach_linear``: rows of one local expert."""
@@ -36,24 +53,26 @@ class ExpertOwners:
         def tokens(scores: PackScores) -> TokenShards:
             assert scores is self._scores, "an expert runs in the call that dispatched its tokens"
             if expert not in self._tokens:
-                self._tokens[expert] = scores.expert_tokens(self._ids[expert])
+                self._tokens[expert] = self._shards(scores, expert)
             return self._tokens[expert]
 
         return tokens
 
+    def _shards(self, scores: PackScores, expert: int) -> TokenShards:
+        runs = [_runs(of_rank[expert]) for of_rank in self._counts.counts]
+        local = TokenRows(runs[self._counts.rank], scores.n, self._ids[expert])
+        if len(runs) == 1:
+            return TokenShards(local, None)
+        # ranks hold different numbers of rows, and gather as many of each
+        sizes = [sum(rows for _, rows in of_rank) for of_rank in runs]
+        padded = max(sizes)
+        every = [
+            run for size, of_rank in zip(sizes, runs, strict=True) for run in (*of_rank, (scores.n, padded - size))
+        ]
+        whole = TokenRows(every, scores.n, self._ids[expert])
+        return TokenShards(local, scores.parallel.expert_split_group, whole, padded)
 
-def attach_dispatcher(dispatcher: Any, switch: ScoreSwitch, owners: ExpertOwners) -> None:
-    """Make the dispatcher record in ``owners`` which trajectories' tokens it brings to which expert."""
-    original = dispatcher.dispatch_preprocess
 
-    def dispatch_preprocess(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-        scores = switch.active()
-        if scores is not None:
-            with torch.no_grad():
-                ids, weights = original(scores.sequence[:, None].contiguous(), routing_map, probs.detach())
-                ids, weights = self.token_dispatch(ids, weights)
-                ids, per_expert, _ = self.dispatch_postprocess(ids, weights)
-            owners.dispatched(scores, ids[:, 0].split(per_expert.tolist()))
-        return original(tokens, routing_map, probs)
-
-    dispatcher.dispatch_preprocess = types.MethodType(dispatch_preprocess, dispatcher)
+def _runs(counts: Tensor) -> list[Run]:
+    """Rows of one expert on one rank, [sources, labels]."""
+    return [(label, rows) for source in counts.tolist() for label, rows in enumerate(source) if rows]

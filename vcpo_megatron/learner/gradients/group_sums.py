@@ -211,7 +211,7 @@ class OpobSums(_Bounded):
         self._dtype = dtype
         self._free: list[Accumulator] = []
         self._made = 0
-        self._error = (0.0, 0.0)
+        self._error: list[torch.Tensor] = []
 
     @property
     def accumulators(self) -> int:
@@ -219,19 +219,27 @@ class OpobSums(_Bounded):
 
     @property
     def accumulator_error(self) -> tuple[float, float]:
-        return self._error
+        if not self._error:
+            return 0.0, 0.0
+        error, size = platform.read(torch.stack(self._error).sum(0)).tolist()
+        return error, size
 
     def start_step(self, packs: Sequence[Pack], found: Found, exchange: HostExchange) -> None:
         unfinished = [pending.group for pending in self._pending] + list(self._open.values())
         self._free += [group.accumulator for group in unfinished]  # of a step that was aborted
-        self._error = (0.0, 0.0)
+        self._error.clear()
         super().start_step(packs, found, exchange)
 
-    def recentre(self, group: int, factor: float) -> None:
-        """Add ``factor`` times the group's S_g so far to the gradient, between two backwards; 0 before the first."""
+    @torch.no_grad()
+    def recentre(self, group: int, factor: torch.Tensor) -> None:
+        """Add ``factor``, a scalar where the gradients are, times the group's S_g so far to the gradient, between two
+        backwards; S_g is 0 before the first. A GPU alone knows when the factor is 0, and adds it all the same."""
         if group in self._open:
-            sums = self._open[group].accumulator
-            self._correct(sums, fp32_scalar(factor), list(sums))
+            if factor.device.type == "cpu" and not factor:
+                return
+            single = factor.float()
+            for name, total in self._open[group].accumulator.items():
+                main_gradient(self._parameters[name]).addcmul_(total, single)
 
     def finish_step(self, buckets: Sequence[Bucket]) -> None:
         """The last correction goes bucket by bucket: the reduction of each starts as soon as it is final."""
@@ -272,8 +280,7 @@ class OpobSums(_Bounded):
 
     def _release(self, sums: Accumulator) -> None:
         if sums.probe:
-            error, size = sums.squared_error()
-            self._error = (self._error[0] + error, self._error[1] + size)
+            self._error.append(sums.squared_error())
         self._free.append(sums)
 
 
@@ -287,7 +294,8 @@ class DeferredGradients(_Bounded):
     def _finish(self, group: _GroupInFlight, found: torch.Tensor) -> None:
         place = {sample: i for i, sample in enumerate(group.index)}
         for scores in group.scores:
-            final = found[[place[sample] for sample in scores.pack.step_index]]
+            own = found[[place[sample] for sample in scores.pack.step_index]]
+            final = platform.to_device(torch.nn.functional.pad(own.float(), (0, 1))[None], scores.owned.device)
             for apply in scores.kept:
                 apply(final)
             scores.kept.clear()

@@ -3,90 +3,161 @@
 A row of a layer's input or output gradient is a token, and belongs to one trajectory of the micro-step.
 ``TokenShards`` says to which, for the rows of this rank and for those of all ranks that hold other tokens of the
 same trajectories and the same copy of the parameter (context parallelism; sequence parallelism for a
-router): only together do they have the trajectory's whole weight gradient.
+router): only together do they have the trajectory's whole weight gradient. The host knows all of it when the pack is
+made, or from one read of a mixture's dispatcher; a device learns it once a pack and never answers for it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..batch.packing import Pack
+from ..megatron import platform
 from ..megatron.host_exchange import HostExchange
 from ..megatron.parallel import Parallel
-from .weight_gradients import Accumulator, NormsOnly, WeightGradients
+from .weight_gradients import Accumulator, NormsOnly, WeightGradients, length_classes
 
-#: Ratios r_i / q_i that differ by no more than this share of themselves are those of one reward.
-SAME_RATIO = 1e-12
-#: q_i below which r_i W_i is not made of q_i W_i: the anchor's share of r_i would pass through fp32's denormals.
-SMALLEST_SHARED = 1e-20
+if TYPE_CHECKING:
+    from .tied import TokenPairs
+
+#: (trajectory, rows): neighbouring rows of one trajectory; n for rows of none.
+Run = tuple[int, int]
 
 
 class TokenRows:
-    """Rows of a matrix, sorted or not, by trajectory: ``ids`` int64 [R], ``n`` for a row of no trajectory."""
+    """Rows of a matrix by trajectory, told by their ``runs`` in order; ``ids`` int64 [R] says the same on the device,
+    ``n`` for a row of no trajectory."""
 
-    def __init__(self, ids: Tensor, n: int, counts: list[int] | None = None) -> None:
+    def __init__(self, runs: Iterable[Run], n: int, ids: Tensor) -> None:
         self.ids = ids
-        self.n = n
-        if counts is None:
-            counts = torch.bincount(ids, minlength=n + 1)[:n].tolist()
-            self._order: Tensor | None = ids.argsort(stable=True)
-        else:
-            self._order = None  # laid end to end, in order of the trajectories
-        self.counts = counts
-        self._starts = [0]
-        for count in counts:
-            self._starts.append(self._starts[-1] + count)
+        self.counts = [0] * n
+        self.size = 0
+        self._cuts: list[list[slice]] = [[] for _ in range(n)]
+        for trajectory, rows in runs:
+            if trajectory < n and rows:
+                self.counts[trajectory] += rows
+                self._cuts[trajectory].append(slice(self.size, self.size + rows))
+            self.size += rows
+        self._numbers: dict[int, Tensor] = {}
 
     def rows(self, i: int) -> slice | Tensor:
         """Rows of trajectory i, to index with."""
-        cut = slice(self._starts[i], self._starts[i + 1])
-        return cut if self._order is None else self._order[cut]
+        cuts = self._cuts[i]
+        if len(cuts) == 1:
+            return cuts[0]
+        if i not in self._numbers:
+            self._numbers[i] = platform.to_device(torch.from_numpy(self.numbers(i)), self.ids.device)
+        return self._numbers[i]
 
-    def positions(self, members: list[int]) -> Tensor:
-        """int64 [m, t]: rows of every member, t those of the longest; R (one beyond the last) where one ends."""
-        device = self.ids.device
-        width = max(1, max(self.counts[i] for i in members))
-        start = torch.tensor([self._starts[i] for i in members], device=device)[:, None]
-        end = torch.tensor([self._starts[i + 1] for i in members], device=device)[:, None]
-        position = start + torch.arange(width, device=device)
-        outside = position >= end
-        if self._order is not None and len(self._order):
-            position = self._order[position.clamp(max=len(self._order) - 1)]
-        return torch.where(outside, len(self.ids), position)
+    def numbers(self, i: int) -> np.ndarray:
+        """The same as numbers, on the host: int64 [counts[i]]."""
+        cuts = [np.arange(cut.start, cut.stop) for cut in self._cuts[i]]
+        return np.concatenate(cuts) if cuts else np.zeros(0, np.int64)
+
+
+@dataclass
+class RowChoice:
+    """Rows of some trajectories. ``index`` int64 [r] numbers them, None: all rows, those of no trajectory included;
+    ``ids`` int64 [r]: their trajectories."""
+
+    index: Tensor | None
+    ids: Tensor
+    _factors: tuple[Tensor, Tensor] | None = None
+
+    def of(self, values: Tensor) -> Tensor:
+        """values [R, ...] -> [r, ...]."""
+        return values if self.index is None else values.index_select(0, self.index)
+
+    def factors(self, table: Tensor) -> Tensor:
+        """Columns of ``table`` [k, n + 1] for the rows: [k, r], found once a table."""
+        if self._factors is None or self._factors[0] is not table:
+            self._factors = (table, table[:, self.ids])
+        return self._factors[1]
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """Rows [m, t] of m trajectories, padded to the longest. Where they lie end to end and are of one length, from
+    ``start`` on; else ``index`` int64 [m t] numbers them, and ``inside`` bool [m t, 1] says which are no padding (None:
+    all are)."""
+
+    m: int
+    t: int
+    start: int | None
+    index: Tensor | None = None
+    inside: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: TokenRows, members: Sequence[int]) -> RowBlocks:
+        numbers = [rows.numbers(i) for i in members]
+        m, t = len(members), max(1, max(len(own) for own in numbers))
+        joined = np.concatenate(numbers)
+        if len(joined) == m * t and joined[-1] - joined[0] == m * t - 1 and bool((np.diff(joined) == 1).all()):
+            return cls(m, t, int(joined[0]))
+        inside = np.arange(t) < np.array([[len(own)] for own in numbers])
+        index = np.zeros((m, t), np.int64)
+        index[inside] = joined
+        device = rows.ids.device
+        kept = None if inside.all() else platform.to_device(torch.from_numpy(inside.reshape(-1, 1)), device)
+        return cls(m, t, None, platform.to_device(torch.from_numpy(index.reshape(-1)), device), kept)
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """values [R, d] -> [m, t, d], or [t, d] of one; padding reads as zeros."""
+        if self.start is not None:
+            found = values[self.start : self.start + self.m * self.t]
+        elif not len(values):
+            found = values.new_zeros(self.m * self.t, values.shape[1])
+        else:
+            assert self.index is not None
+            found = values.index_select(0, self.index)
+            if self.inside is not None:
+                found.mul_(self.inside)
+        return found if self.m == 1 else found.view(self.m, self.t, -1)
+
+
+@dataclass(frozen=True)
+class LengthClass:
+    """Trajectories whose norms are taken together: ``members`` int64 [m], and their rows here and on all ranks."""
+
+    members: Tensor
+    local: RowBlocks
+    whole: RowBlocks
 
 
 class TokenShards:
-    """Rows that this rank holds, and those of all ranks of ``group`` (None: of this rank only)."""
+    """Rows that this rank holds, and ``whole``: those of all ranks of ``group``, one rank after another, each padded to
+    ``padded`` rows (None: of this rank only)."""
 
-    def __init__(self, local: TokenRows, group: dist.ProcessGroup | None, whole: TokenRows | None = None) -> None:
+    def __init__(
+        self,
+        local: TokenRows,
+        group: dist.ProcessGroup | None,
+        whole: TokenRows | None = None,
+        padded: int | None = None,
+    ) -> None:
         self.local = local
-        self.group = group if group is not None and dist.get_world_size(group) > 1 else None
-        self._padded = len(local.ids)
-        if self.group is None:
-            self.whole = local
-        elif whole is not None:
-            self.whole = whole
-        else:  # ranks hold different numbers of rows
-            most = torch.tensor(self._padded, device=local.ids.device)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
-            self._padded = int(most)
-            self.whole = TokenRows(self.gather(local.ids, fill=local.n), local.n)
-        self._buckets: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        self.group = group if whole is not None else None
+        self.whole = local if whole is None else whole
+        self._padded = local.size if padded is None else padded
+        self._classes: dict[tuple[int, int], list[LengthClass]] = {}
+        self._choices: dict[tuple[int, ...], RowChoice] = {}
+        self._members: dict[tuple[int, ...], Tensor] = {}
 
-    def gather(self, values: Tensor, fill: int = 0) -> Tensor:
+    def gather(self, values: Tensor) -> Tensor:
         """Rows [R, ...] of all ranks of the group, one rank after another, as ``whole`` numbers them."""
         if self.group is None:
             return values
         missing = self._padded - len(values)
         if missing:
-            values = torch.cat([values, values.new_full((missing, *values.shape[1:]), fill)])
+            values = torch.cat([values, values.new_zeros((missing, *values.shape[1:]))])
         return gather_rows(values, self.group)
 
     def squared_norm(self, weight_gradient: Tensor) -> Tensor:
@@ -99,27 +170,49 @@ class TokenShards:
             dist.reduce_scatter_tensor(weight_gradient, flat, group=self.group)
         return torch.linalg.vector_norm(weight_gradient, dtype=torch.float32).double().square()
 
-    def buckets(self, limit: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Trajectories of at most ``limit`` tokens, by length rounded up to a power of two.
+    def members(self, members: Sequence[int]) -> Tensor:
+        """Numbers of trajectories on the device: int64 [m]."""
+        key = tuple(members)
+        if key not in self._members:
+            self._members[key] = platform.to_device(torch.tensor(key), self.local.ids.device)
+        return self._members[key]
 
-        Each bucket is (trajectories int64 [m], their rows in ``local`` [m, t'], in ``whole`` [m, t]).
-        """
-        if limit not in self._buckets:
-            lengths = self.whole.counts
-            uniform = len(set(lengths)) == 1
-            by_length: dict[int, list[int]] = {}
-            for i, length in enumerate(lengths):
-                if 0 < length <= limit:
-                    by_length.setdefault(length if uniform else 1 << (length - 1).bit_length(), []).append(i)
-            self._buckets[limit] = [
-                (
-                    torch.tensor(members, device=self.local.ids.device),
-                    self.local.positions(members),
-                    self.whole.positions(members),
+    def length_classes(self, limit: int, width: int) -> list[LengthClass]:
+        """Trajectories of at most ``limit`` tokens, those together whose Gram products of ``width`` = d_in + d_out
+        numbers a token are formed in one call."""
+        if (limit, width) not in self._classes:
+            self._classes[limit, width] = [
+                LengthClass(
+                    self.members(members),
+                    RowBlocks.of(self.local, members),
+                    RowBlocks.of(self.whole, members),
                 )
-                for _, members in sorted(by_length.items())
+                for members in length_classes(self.whole.counts, limit, width, gpu=platform.has_gpu())
             ]
-        return self._buckets[limit]
+        return self._classes[limit, width]
+
+    def rows_of(self, members: Sequence[int]) -> RowChoice:
+        """This rank's rows of ``members``, all rows where these are all that have any."""
+        key = tuple(members)
+        if key not in self._choices:
+            numbers = [self.local.numbers(i) for i in key]
+            if sum(map(len, numbers)) == sum(self.local.counts):
+                self._choices[key] = RowChoice(None, self.local.ids)
+            else:
+                index = platform.to_device(torch.from_numpy(np.concatenate(numbers)), self.local.ids.device)
+                self._choices[key] = RowChoice(index, self.local.ids.index_select(0, index))
+        return self._choices[key]
+
+
+def cut_runs(runs: Sequence[Run], start: int, end: int) -> list[Run]:
+    """Those of the rows ``start`` to ``end``."""
+    found, first = [], 0
+    for trajectory, rows in runs:
+        kept = min(end, first + rows) - max(start, first)
+        if kept > 0:
+            found.append((trajectory, kept))
+        first += rows
+    return found
 
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -131,39 +224,31 @@ def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Of the n trajectories of a micro-step, float64 [n] each, on the CPU.
+    """Of the n trajectories of a micro-step, float64 [n] each, where their gradients are.
 
     gradient  r_i = w_i (R_i - m_g) / std_g + a: trajectory i's gradient in the total
     sums      q_i = w_i: in its group's sum S_g
+    classes   trajectories of one reward, as the host knows them; None where an anchor a takes part in r_i
+    ratios    r_i / q_i of each class: (R_i - m_g) / std_g
+
+    Without an anchor one sum of q_i W_i over a class serves both the gradient and S_g. With one, r_i W_i is not made of
+    q_i W_i: of a vanishing q_i the anchor's share of r_i would pass through fp32's denormals.
     """
 
     gradient: Tensor
     sums: Tensor
+    classes: tuple[tuple[int, ...], ...] | None = None
+    ratios: Tensor | None = None
 
     @cached_property
-    def by_ratio(self) -> dict[float, list[int]] | None:
-        """Trajectories by r_i / q_i, without those of r_i = q_i = 0; None where some r_i has no q_i to speak of.
+    def table(self) -> Tensor:
+        """r and q in fp32, infinite beyond it, and 0 for rows of no trajectory: [2, n + 1]."""
+        return torch.nn.functional.pad(torch.stack([self.gradient, self.sums]).float(), (0, 1))
 
-        Trajectories of one reward share the ratio (without an anchor it is (R_i - m_g) / std_g, to rounding), and
-        so one sum of q_i W_i serves both the gradient and S_g. A class's ratio is that of one of its trajectories,
-        whatever its size: rewards have no unit.
-        """
-        ratios: dict[int, float] = {}
-        for i, (r, q) in enumerate(zip(self.gradient.tolist(), self.sums.tolist(), strict=True)):
-            if abs(q) < SMALLEST_SHARED and r != 0.0:
-                return None
-            if q != 0.0:
-                ratios[i] = r / q
-        shared: dict[int, float] = {}
-        first = math.nan
-        for i in sorted(ratios, key=ratios.__getitem__):
-            if not abs(ratios[i] - first) <= SAME_RATIO * abs(first):  # nan is like nothing
-                first = ratios[i]
-            shared[i] = first
-        classes: dict[float, list[int]] = {}
-        for i in ratios:
-            classes.setdefault(shared[i], []).append(i)
-        return classes
+    @cached_property
+    def fp32_ratios(self) -> Tensor:
+        assert self.ratios is not None
+        return self.ratios.float()
 
 
 @dataclass
@@ -177,6 +262,7 @@ class PackScores:
     owned                float64 [n]: squared norms of which this rank alone holds its share
     tied                 rows of the output layer's gradient that the embedding's will meet, where they are one
     exchange             takes messages to other stages; none where there is one
+    token_pairs          plans of the embedding's rows (``tied``), by the part of the vocabulary
     """
 
     pack: Pack
@@ -188,6 +274,7 @@ class PackScores:
     kept: list[Callable[[Tensor], object]] = field(default_factory=list)
     owned: Tensor = field(init=False)
     tied: Tensor | None = None
+    token_pairs: dict[tuple[int, int], TokenPairs] = field(default_factory=dict)
     _vectors: dict[str, list[Tensor]] = field(default_factory=lambda: {"owned": [], "replicated": [], "partial": []})
 
     def __post_init__(self) -> None:
@@ -218,32 +305,34 @@ class PackScores:
             return self.dense
         return self.dense.chunk(self.parallel.tensor_size)[self.parallel.tensor_rank]
 
-    @cached_property
-    def every(self) -> Tensor:
-        """Trajectory of the tokens of all context-parallel ranks: int64 [C T]."""
-        return self._numbered(self.pack.all_segments)
+    @property
+    def _runs(self) -> list[Run]:
+        """Of the tokens that this context-parallel rank holds, and each of the others as well."""
+        edges, offset = self.pack.boundaries, self.pack.offset
+        runs = [(offset + i, end - start) for i, (start, end) in enumerate(zip(edges, edges[1:], strict=False))]
+        return [*runs, (self.n, len(self.pack.tokens) - edges[-1])]
 
     @cached_property
     def dense_tokens(self) -> TokenShards:
         """Rows of a linear layer of the dense part."""
-        edges = self.pack.boundaries
-        lengths = [end - start for start, end in zip(edges, edges[1:], strict=False)]
-        before, after = [0] * self.pack.offset, [0] * (self.n - self.pack.offset - len(lengths))
-        local = TokenRows(self.dense, self.n, [*before, *lengths, *after])
-        if self.parallel.context_size == 1:
+        local, ranks = TokenRows(self._runs, self.n, self.dense), self.parallel.context_size
+        if ranks == 1:
             return TokenShards(local, None)
-        return TokenShards(local, self.parallel.context_group, TokenRows(self.every, self.n))
+        return TokenShards(local, self.parallel.context_group, TokenRows(self._runs * ranks, self.n, self.dense))
 
     @cached_property
     def router_tokens(self) -> TokenShards:
         """Rows of a router, which sees the tokens outside of tensor-parallel regions."""
         if not self.parallel.sequence_parallel:
             return self.dense_tokens
-        return TokenShards(TokenRows(self.sequence, self.n), self.parallel.tensor_context_group)
-
-    def expert_tokens(self, ids: Tensor) -> TokenShards:
-        """Rows that the dispatcher brought to one expert, given their trajectories."""
-        return TokenShards(TokenRows(ids, self.n), self.parallel.expert_split_group)
+        parallel = self.parallel
+        size = len(self.pack.tokens) // parallel.tensor_size
+        local = TokenRows(
+            cut_runs(self._runs, parallel.tensor_rank * size, (parallel.tensor_rank + 1) * size), self.n, self.sequence
+        )
+        # tensor-parallel ranks are neighbours: their parts in order are what one context-parallel rank holds
+        whole = TokenRows(self._runs * parallel.context_size, self.n, self.sequence)
+        return TokenShards(local, parallel.tensor_context_group, whole)
 
     def add_vector(self, name: str, parameter: torch.nn.Parameter, rows: Tensor, ids: Tensor, kind: str) -> None:
         """Gradient of a vector parameter from its per-token gradients ``rows`` [R, d] of trajectories ``ids`` [R].

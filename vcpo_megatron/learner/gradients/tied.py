@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,20 +24,37 @@ class TokenPairs:
     owner, token  int64 [P]  trajectory; row of the embedding's shard
     tokens        int64      which tokens of all context-parallel ranks they come from
     inverse       int64      the pair of each of these tokens
+    starts        ints [n+1] trajectory i's pairs are starts[i] to starts[i+1]
     """
 
     owner: Tensor
     token: Tensor
     tokens: Tensor
     inverse: Tensor
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, scores: PackScores, first: int, rows: int) -> TokenPairs:
+        """Pairs for vocabulary rows ``first`` to ``first + rows``, from the tokens that the host knows."""
+        pack = scores.pack
+        ids, real = pack.all_tokens - first, pack.all_segments < len(pack.samples)
+        mine = np.flatnonzero((ids >= 0) & (ids < rows) & real)
+        trajectory = pack.all_segments[mine] + pack.offset
+        pairs, inverse = np.unique(trajectory * rows + ids[mine], return_inverse=True)
+        owner, token = pairs // rows, pairs % rows
+        starts = np.searchsorted(owner, np.arange(scores.n + 1))
+        # one copy for all of them
+        sizes = [len(owner), len(token), len(mine), len(inverse)]
+        joined = torch.from_numpy(np.concatenate([owner, token, mine, inverse.reshape(-1)]).astype(np.int64))
+        on_device = platform.to_device(joined, pack.tokens.device).split(sizes)
+        return cls(on_device[0], on_device[1], on_device[2], on_device[3], tuple(starts.tolist()))
 
 
 def token_pairs(scores: PackScores, first: int, rows: int) -> TokenPairs:
-    """Pairs for vocabulary rows ``first`` to ``first + rows``."""
-    ids = scores.pack.all_tokens - first
-    mine = ((ids >= 0) & (ids < rows) & (scores.every < scores.n)).nonzero()[:, 0]
-    pairs, inverse = (scores.every[mine] * rows + ids[mine]).unique(return_inverse=True)
-    return TokenPairs(pairs // rows, pairs % rows, mine, inverse)
+    """``TokenPairs.of``, made once a pack."""
+    if (first, rows) not in scores.token_pairs:
+        scores.token_pairs[first, rows] = TokenPairs.of(scores, first, rows)
+    return scores.token_pairs[first, rows]
 
 
 def send_tied_rows(scores: PackScores, inputs: Tensor, grads: Tensor) -> None:
@@ -49,7 +67,7 @@ def send_tied_rows(scores: PackScores, inputs: Tensor, grads: Tensor) -> None:
     pairs = token_pairs(scores, parallel.tensor_rank * grads.shape[1], grads.shape[1])
     out = inputs.new_empty(len(pairs.token), inputs.shape[1], dtype=torch.float32)
     for i in range(scores.n)[scores.own]:
-        of_i = pairs.owner == i
+        of_i = slice(pairs.starts[i], pairs.starts[i + 1])
         picked = grads[rows.rows(i)][:, pairs.token[of_i]]
         out[of_i] = picked.float().t() @ inputs[rows.rows(i)].float()
     if parallel.pipeline_size == 1:

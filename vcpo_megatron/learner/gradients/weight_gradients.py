@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -29,14 +30,28 @@ from ..megatron.platform import add_product
 if TYPE_CHECKING:
     from .pack_scores import PackScores, TokenShards
 
-#: FLOPs of a matrix product in the time of one pass (read, scale, add) over one fp32 element. Measured on a
-#: CPU core, in blocks: 30. An H100-class GPU by its data sheet (12 bytes at 3.3 TB/s, 400 TFLOP/s): about 1,500.
-PASS_FLOPS_CPU, PASS_FLOPS_GPU = 30, 1500
-#: Trajectories of at most this many tokens share one batched Gram product, padded to powers of two. On a CPU
-#: the padded copies cost more than the calls that they save.
-BATCHED_TOKENS_CPU, BATCHED_TOKENS_GPU = 16, 64
-#: Tokens of one block of the triangular Gram product.
-GRAM_BLOCK_CPU, GRAM_BLOCK_GPU = 64, 256
+
+@dataclass(frozen=True)
+class Costs:
+    """What decides how a norm is taken, in FLOPs of a matrix product that take the same time.
+
+    pass_flops    of one pass (read, scale, add) over one fp32 element
+    launch_flops  of the calls that one Gram product is made of
+    longest       trajectories of more tokens never share a Gram product
+    block         tokens of one block of the triangular Gram product
+    """
+
+    pass_flops: int
+    launch_flops: float
+    longest: int
+    block: int
+
+
+#: Measured on a CPU core: passes in blocks; padded copies of more than 16 tokens cost more than the calls they save.
+CPU = Costs(pass_flops=30, launch_flops=2.5e6, longest=16, block=64)
+#: An H100-class GPU by its data sheet (12 bytes at 3.3 TB/s, 400 TFLOP/s), and 8 launches of 3 us: a block of less than
+#: 1,024 tokens takes less time than its launches.
+GPU = Costs(pass_flops=1500, launch_flops=1e10, longest=1 << 20, block=1024)
 #: On a CPU an explicit W_i is made in blocks of about this many elements (1 MiB), which stay in cache through
 #: the norm and the additions, but of so many rows that the product stays efficient.
 BLOCK_ELEMENTS, BLOCK_ROWS = 1 << 18, 128
@@ -63,11 +78,11 @@ class Accumulator(dict[str, Tensor]):
     def clear_values(self) -> None:
         torch._foreach_zero_([*self.values(), *self.probe.values()])
 
-    def squared_error(self) -> tuple[float, float]:
-        """Of the probed rows: squared difference to fp32, and their squared size."""
-        pairs = [(self[name][0].float(), row) for name, row in self.probe.items()]
-        error = sum(float((kept - row).double().square().sum()) for kept, row in pairs)
-        return error, sum(float(row.double().square().sum()) for _, row in pairs)
+    def squared_error(self) -> Tensor:
+        """Of the probed rows: squared difference to fp32, and their squared size, float64 [2]."""
+        kept = torch.cat([self[name][0].float() for name in self.probe])
+        rows = torch.cat(list(self.probe.values()))
+        return torch.stack([(kept - rows).double().square().sum(), rows.double().square().sum()])
 
 
 class WeightGradients(Protocol):
@@ -114,11 +129,27 @@ def accumulate_limit(d_in: int, d_out: int, pass_flops: int, *, shared: bool = F
     return min(edge, math.isqrt(passes * edge) if shared else passes // 2)
 
 
-def constants(*, gpu: bool) -> tuple[int, int, int]:
-    """FLOPs of a pass, longest trajectory of a batched Gram product, and block of a triangular one."""
-    if gpu:
-        return PASS_FLOPS_GPU, BATCHED_TOKENS_GPU, GRAM_BLOCK_GPU
-    return PASS_FLOPS_CPU, BATCHED_TOKENS_CPU, GRAM_BLOCK_CPU
+def costs(*, gpu: bool) -> Costs:
+    """Of the device of this kind."""
+    return GPU if gpu else CPU
+
+
+def length_classes(lengths: Sequence[int], limit: int, width: int, *, gpu: bool) -> list[list[int]]:
+    """Trajectories of 1 to ``limit`` tokens, together where padding the shorter one costs less than calls of its own.
+
+    From the longest on: one joins the class at hand while the products of its padding, of ``width`` = d_in + d_out
+    numbers a token, take less time than the launches that it would need alone.
+    """
+    chosen = costs(gpu=gpu)
+    longest, classes = 0, list[list[int]]()
+    for i in sorted((i for i, n in enumerate(lengths) if 0 < n <= limit), key=lambda i: (-lengths[i], i)):
+        padding = 2.0 * width * (longest**2 - lengths[i] ** 2)
+        if classes and longest <= chosen.longest and padding < chosen.launch_flops:
+            classes[-1].append(i)
+        else:
+            longest = lengths[i]
+            classes.append([i])
+    return [sorted(members) for members in classes]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -142,10 +173,10 @@ def _add_product(total: Tensor, grads: Tensor, factors: Tensor, inputs: Tensor) 
 
 
 def _scaled(grads: Tensor, factors: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """grads and inputs with one of them, the narrower, multiplied by ``factors`` row by row."""
+    """grads and inputs with one of them, the narrower, multiplied by ``factors`` row by row, in fp32 inside."""
     if grads.shape[1] <= inputs.shape[1]:
-        return (grads.float() * factors[:, None]).to(grads.dtype), inputs
-    return grads, (inputs.float() * factors[:, None]).to(inputs.dtype)
+        return torch.mul(grads, factors[:, None], out=torch.empty_like(grads)), inputs
+    return grads, torch.mul(inputs, factors[:, None], out=torch.empty_like(inputs))
 
 
 def add_gram_norms(scores: PackScores, tokens: TokenShards, limit: int, inputs: Tensor, grads: Tensor) -> None:
@@ -153,38 +184,29 @@ def add_gram_norms(scores: PackScores, tokens: TokenShards, limit: int, inputs: 
 
     Where ranks hold different tokens of a trajectory, every rank multiplies its rows with all of them.
     """
-    one_rank, batched = tokens.group is None, constants(gpu=platform.has_gpu())[1]
-    buckets = tokens.buckets(min(limit, batched) if one_rank else limit)
-    if buckets:
-        all_inputs, all_grads = tokens.gather(inputs), tokens.gather(grads)
-        for members, local, whole in buckets:
-            gram = _product(_picked(inputs, local), _picked(all_inputs, whole).transpose(1, 2))
-            gram *= _product(_picked(grads, local), _picked(all_grads, whole).transpose(1, 2))
-            scores.owned.index_add_(0, members, gram.sum((1, 2), dtype=torch.float64))
-    if one_rank:
-        for i, length in enumerate(tokens.whole.counts):
-            if batched < length <= limit:
-                rows = tokens.local.rows(i)
-                scores.owned[i] += _triangular_gram(inputs[rows], grads[rows])
-
-
-def _picked(values: Tensor, positions: Tensor) -> Tensor:
-    """values [R, d] at positions [m, t] -> [m, t, d]; position R reads as zeros."""
-    if not len(values):
-        return values.new_zeros(*positions.shape, values.shape[1])
-    inside = positions < values.shape[0]
-    return values[positions.clamp(max=values.shape[0] - 1)] * inside[..., None]
+    all_inputs, all_grads = tokens.gather(inputs), tokens.gather(grads)
+    for some in tokens.length_classes(limit, inputs.shape[1] + grads.shape[1]):
+        a, g = some.local.of_rows(inputs), some.local.of_rows(grads)
+        if tokens.group is None:
+            squares = _triangular_gram(a, g)
+        else:
+            gram = _product(a, some.whole.of_rows(all_inputs).mT)
+            gram *= _product(g, some.whole.of_rows(all_grads).mT)
+            squares = gram.sum((-1, -2), dtype=torch.float64)
+        scores.owned.index_add_(0, some.members, squares.view(-1))
 
 
 def _triangular_gram(a: Tensor, g: Tensor) -> Tensor:
-    """<a a^T, g g^T> of a [t, d_in], g [t, d_out] by the lower triangle of blocks, float64 scalar."""
-    total, block = torch.zeros((), dtype=torch.float64, device=a.device), constants(gpu=platform.has_gpu())[2]
-    for start in range(0, len(a), block):
-        rows_a, rows_g = a[start : start + block], g[start : start + block]
-        total += _product(rows_a, rows_a.t()).mul_(_product(rows_g, rows_g.t())).sum(dtype=torch.float64)
+    """<a a^T, g g^T> of a [..., t, d_in], g [..., t, d_out] by the lower triangle of blocks: float64 [...]."""
+    block, total = costs(gpu=platform.has_gpu()).block, None
+    for start in range(0, a.shape[-2], block):
+        rows_a, rows_g = a[..., start : start + block, :], g[..., start : start + block, :]
+        found = _product(rows_a, rows_a.mT).mul_(_product(rows_g, rows_g.mT)).sum((-1, -2), dtype=torch.float64)
+        total = found if total is None else total.add_(found)
         if start:
-            below = _product(rows_a, a[:start].t()).mul_(_product(rows_g, g[:start].t()))
-            total += 2 * below.sum(dtype=torch.float64)
+            below = _product(rows_a, a[..., :start, :].mT).mul_(_product(rows_g, g[..., :start, :].mT))
+            total.add_(below.sum((-1, -2), dtype=torch.float64), alpha=2)
+    assert total is not None
     return total
 
 
@@ -219,7 +241,7 @@ def _in_blocks(
         for rows in _blocks(grads.shape[1], inputs.shape[1]):
             yield rows, _block(parts, rows, norms)
         squares = torch.stack(norms).double().square().view(-1, len(parts)).sum(0)
-        scores.owned.index_add_(0, torch.tensor(members, device=squares.device), squares)
+        scores.owned.index_add_(0, tokens.members(members), squares)
 
 
 def _block(
@@ -239,66 +261,56 @@ def _split(tokens: TokenShards, limit: int) -> tuple[list[int], list[int]]:
     return short, [i for i, count in enumerate(counts) if count > limit]
 
 
-def _rows_of(tokens: TokenShards, members: Sequence[int], *values: Tensor) -> list[Tensor]:
-    """This rank's rows of ``members``; the tensors themselves where these are all rows."""
-    if sum(tokens.local.counts[i] for i in members) == len(values[0]):
-        return list(values)
-    return [torch.cat([value[tokens.local.rows(i)] for i in members]) for value in values]
-
-
-def _on_rows(factors: Tensor, ids: Tensor) -> Tensor:
-    """[n] -> one a row of trajectories ``ids``, 0 for a row of none; fp32."""
-    return torch.nn.functional.pad(factors.float(), (0, 1)).to(ids.device)[ids]
-
-
 class Accumulate:
     """r_i W_i into the main gradient and q_i W_i into the group's accumulator, in the backward."""
 
     def matrix(
         self, scores: PackScores, tokens: TokenShards, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
     ) -> None:
-        assert scores.coefficients is not None
-        r, q = scores.coefficients.gradient, scores.coefficients.sums
+        coefficients = scores.coefficients
+        assert coefficients is not None
         main, total, probe = main_gradient(weight), scores.accumulator[name], scores.accumulator.probe.get(name)
         d_in, d_out = inputs.shape[1], grads.shape[1]
-        classes = scores.coefficients.by_ratio
+        classes = coefficients.classes
         shared = classes is not None and 2 * len(classes) <= scores.n
         # where W_i must be reduced over ranks, its size against that of the rows decides
         limit = crossover(d_in, d_out)
         if tokens.group is None:
-            limit = accumulate_limit(d_in, d_out, constants(gpu=platform.has_gpu())[0], shared=shared)
+            limit = accumulate_limit(d_in, d_out, costs(gpu=platform.has_gpu()).pass_flops, shared=shared)
         short, long = _split(tokens, limit)
         if short:
             add_gram_norms(scores, tokens, limit, inputs, grads)
         if shared and classes is not None:
-            for ratio, members in classes.items():
+            for number, members in enumerate(classes):
                 if chosen := sorted(set(members) & set(short)):
-                    a, g, ids = _rows_of(tokens, chosen, inputs, grads, tokens.local.ids)
-                    g, a = _scaled(g, _on_rows(q, ids), a)
-                    for rows in _blocks(d_out, d_in):
-                        first = None if rows.start else probe
-                        self._add(_product(g[:, rows].t(), a), fp32_scalar(ratio), 1.0, main[rows], total[rows], first)
+                    rows, ratio = tokens.rows_of(chosen), coefficients.fp32_ratios[number]
+                    g, a = _scaled(rows.of(grads), rows.factors(coefficients.table)[1], rows.of(inputs))
+                    for cut in _blocks(d_out, d_in):
+                        first = None if cut.start else probe
+                        self._add(_product(g[:, cut].t(), a), ratio, None, main[cut], total[cut], first)
         elif short:
-            a, g, ids = _rows_of(tokens, short, inputs, grads, tokens.local.ids)
-            _add_product(main, g, _on_rows(r, ids), a)
-            _add_product(total, g, _on_rows(q, ids), a)
+            rows = tokens.rows_of(short)
+            (r, q), a, g = rows.factors(coefficients.table), rows.of(inputs), rows.of(grads)
+            _add_product(main, g, r, a)
+            _add_product(total, g, q, a)
             if probe is not None:
-                probe.add_((_on_rows(q, ids) * g[:, 0].float()) @ a.float())
-        factors = [(fp32_scalar(own), fp32_scalar(sums)) for own, sums in zip(r.tolist(), q.tolist(), strict=True)]
-        for rows, shares in _in_blocks(scores, tokens, long, inputs, grads):
-            main_rows, total_rows, first = main[rows], total[rows], None if rows.start else probe
+                probe.add_((q * g[:, 0].float()) @ a.float())
+        own, sums = coefficients.table
+        for cut, shares in _in_blocks(scores, tokens, long, inputs, grads):
+            main_rows, total_rows, first = main[cut], total[cut], None if cut.start else probe
             for i, w in shares:
-                self._add(w, *factors[i], main_rows, total_rows, first)
+                self._add(w, own[i], sums[i], main_rows, total_rows, first)
 
-    def _add(self, w: Tensor, r: float, q: float, main: Tensor, total: Tensor, probe: Tensor | None) -> None:
-        main.add_(w, alpha=r)
-        total.add_(w, alpha=q)
-        if probe is not None:
-            probe.add_(w[0], alpha=q)
+    def _add(self, w: Tensor, r: Tensor, q: Tensor | None, main: Tensor, total: Tensor, probe: Tensor | None) -> None:
+        """main += r w and total += q w, q 1 where it is None."""
+        main.addcmul_(w, r)
+        for sums, rows in ((total, w), (probe, w[0])):
+            if sums is not None:
+                sums.add_(rows) if q is None else sums.addcmul_(rows, q)
 
     def vector(self, scores: PackScores, name: str, weight: Parameter, per: Tensor) -> None:
         assert scores.coefficients is not None
-        r, q = (c[scores.own].to(per) for c in (scores.coefficients.gradient, scores.coefficients.sums))
+        r, q = scores.coefficients.table[:, scores.own].to(per.dtype)
         scores.accumulator[name].add_(torch.tensordot(q, per, 1))
         main_gradient(weight).add_(torch.tensordot(r, per, 1))
 
@@ -306,12 +318,12 @@ class Accumulate:
         self, scores: PackScores, name: str, weight: Parameter, owner: Tensor, index: Tensor, rows: Tensor
     ) -> None:
         assert scores.coefficients is not None
-        r, q = (c.to(rows) for c in (scores.coefficients.gradient, scores.coefficients.sums))
+        r, q = scores.coefficients.table[:, owner].to(rows.dtype)[..., None]
         total, probe = scores.accumulator[name], scores.accumulator.probe.get(name)
-        total.index_add_(0, index, (rows * q[owner, None]).to(total.dtype))
+        total.index_add_(0, index, (rows * q).to(total.dtype))
         if probe is not None:
-            probe.add_((rows * q[owner, None])[index == 0].sum(0))
-        main_gradient(weight).index_add_(0, index, rows * r[owner, None])
+            probe.add_(torch.where(index[:, None] == 0, rows * q, 0.0).sum(0))
+        main_gradient(weight).index_add_(0, index, rows * r)
 
 
 class NormsOnly:
@@ -336,7 +348,8 @@ class NormsOnly:
 
 
 class Deferred:
-    """Keeps what the gradient needs in ``scores.kept``: functions of the final coefficients [n]."""
+    """Keeps what the gradient needs in ``scores.kept``: functions of a table of the final coefficients, fp32
+    [1, n + 1], 0 for rows of no trajectory."""
 
     def matrix(
         self, scores: PackScores, tokens: TokenShards, name: str, weight: Parameter, inputs: Tensor, grads: Tensor
@@ -346,21 +359,22 @@ class Deferred:
         short, long = _split(tokens, limit)
         if short:
             add_gram_norms(scores, tokens, limit, inputs, grads)
-            a, g, ids = _rows_of(tokens, short, inputs, grads, tokens.local.ids)
-            scores.kept.append(lambda final: _add_product(main, g, _on_rows(final, ids), a))
+            rows = tokens.rows_of(short)
+            a, g = rows.of(inputs), rows.of(grads)
+            scores.kept.append(lambda final: _add_product(main, g, rows.factors(final)[0], a))
         for i in long:
             scores.kept.append(_later(main, _whole(scores, tokens, i, inputs, grads), i))
 
     def vector(self, scores: PackScores, name: str, weight: Parameter, per: Tensor) -> None:
         main, own = main_gradient(weight), scores.own
-        scores.kept.append(lambda final: main.add_(torch.tensordot(final[own].to(per), per, 1)))
+        scores.kept.append(lambda final: main.add_(torch.tensordot(final[0, own].to(per.dtype), per, 1)))
 
     def rows(
         self, scores: PackScores, name: str, weight: Parameter, owner: Tensor, index: Tensor, rows: Tensor
     ) -> None:
         main = main_gradient(weight)
-        scores.kept.append(lambda final: main.index_add_(0, index, rows * final.to(rows)[owner, None]))
+        scores.kept.append(lambda final: main.index_add_(0, index, rows * final[0, owner, None].to(rows.dtype)))
 
 
 def _later(main: Tensor, w: Tensor, i: int) -> Callable[[Tensor], Tensor]:
-    return lambda final: main.add_(w, alpha=fp32_scalar(float(final[i])))
+    return lambda final: main.addcmul_(w, final[0, i])

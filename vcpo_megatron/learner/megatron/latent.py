@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -23,6 +22,7 @@ from torch import Tensor
 from ...models.latent_attention import LATENT_NORM_EPS, LatentAttention
 from ...models.rope import Rope
 from .layers import RMSNorm
+from .rope import turned
 
 
 class LatentNorm(RMSNorm):
@@ -100,12 +100,5 @@ class LatentSelfAttention(MLASelfAttention):
 
     def _turn(self, x: Tensor, packed: PackedSeqParams) -> Tensor:
         """Rotary positions inside each trajectory, x [T, n, rotary]; pairs of dimensions lie side by side."""
-        angles = self.rotary_pos_emb(packed.max_seqlen_q, packed_seq=True)
-        return apply_rotary_pos_emb(
-            x,
-            angles,
-            config=self.config,
-            cu_seqlens=packed.cu_seqlens_q,
-            mscale=self.config.mscale,
-            cp_group=self.pg_collection.cp,
-        )
+        angles = self.rotary_pos_emb(packed)
+        return turned(x, angles, self.config, mscale=self.config.mscale, cp_group=self.pg_collection.cp)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from ..batch.packing import PackLayout
+from . import platform
 
 
 class RMSNorm(nn.Module):
@@ -122,14 +124,19 @@ class PackedAttention(MegatronModule):
 class PackParams(PackedSeqParams):
     """Megatron's parameters of a packed sequence, with the lengths on this rank as plain integers.
 
-    ``lengths`` sum to the tokens that this rank holds; padding at the end counts as one more sequence.
+    ``lengths`` sum to the tokens that this rank holds; padding at the end counts as one more sequence. ``positions``
+    int64: of these tokens in their own sequences; ``angles``: how far each turns, once a layer has asked (``rope``).
     """
 
     lengths: list[int]
+    positions: np.ndarray
+    angles: Tensor | None = None
 
     @classmethod
     def of(cls, layout: PackLayout, device: torch.device) -> PackParams:
-        cumulative = torch.tensor([0, *itertools.accumulate(layout.lengths)], dtype=torch.int32, device=device)
+        cumulative = platform.to_device(
+            torch.tensor([0, *itertools.accumulate(layout.lengths)], dtype=torch.int32), device
+        )
         longest = max(layout.lengths)
         params = cls(
             qkv_format="thd",
@@ -139,4 +146,5 @@ class PackParams(PackedSeqParams):
             max_seqlen_kv=longest,
         )
         params.lengths = [length // layout.ranks for length in layout.lengths]
+        params.positions = layout.positions
         return params

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
@@ -29,10 +31,11 @@ from ...conversion.shards import load_shard, unconsumed
 from ...models.experts import Experts
 from ...models.tokenizer import TokenizerError, load_tokenizer
 from . import platform
+from .dispatch import PlannedDispatch
 from .latent import latent_options
 from .layer_specs import block_spec, engine_options
 from .parallel import Parallel
-from .rope import attention_scale, inverse_frequencies
+from .rope import attention_scale, inverse_frequencies, turn_by_pack
 
 
 def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfig:
@@ -207,20 +210,32 @@ def build_network(config: RunConfig, parallel: Parallel, family: Family, shape: 
             vp_stage=stage,
         )
         _set_frequencies(model, shape)
+        plan_on_host(model)
         model.to(platform.device())
         _mark_tensor_parallel(model, family)
         chunks.append(model)
     return chunks
 
 
+def plan_on_host(model: GPTModel) -> None:
+    """What Megatron learns from the device in every layer (positions of packed sequences, splits of a dispatch) is
+    told to it by the host."""
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.token_dispatcher.plan = PlannedDispatch(module.token_dispatcher)
+        if isinstance(module, RotaryEmbedding):
+            turn_by_pack(module)
+
+
 def _set_frequencies(model: GPTModel, shape: ModelShape) -> None:
     """Megatron knows some scalings, with constants of its own; here config.json decides about all of them."""
     if shape.latent is None:
-        model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope, shape.head_dim)
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope, shape.head_dim).to(platform.device())
         return
+    frequencies = inverse_frequencies(shape.rope, shape.latent.rotary).to(platform.device())
     for layer in model.decoder.layers:
         layer.self_attention.rotary_pos_emb = model.decoder.layers[0].self_attention.rotary_pos_emb  # one for all
-        layer.self_attention.rotary_pos_emb.inv_freq = inverse_frequencies(shape.rope, shape.latent.rotary)
+        layer.self_attention.rotary_pos_emb.inv_freq = frequencies
 
 
 def named_weights(chunk: GPTModel) -> dict[str, Tensor]:

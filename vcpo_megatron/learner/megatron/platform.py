@@ -13,6 +13,10 @@ Fused kernels, of those that are installed:
                       ``add_product`` that does, on the gradient and on S_g alike
 
 A kernel that is found and not used is named in the log, with the reason.
+
+Numbers pass from the device to the host through ``read`` and ``start_read`` only, and back through ``to_device``: the
+host must be ahead of a GPU to keep it busy, and a copy that it waits for ends that. ``watched_reads`` counts them by
+the line that asks.
 """
 
 from __future__ import annotations
@@ -23,8 +27,10 @@ import functools
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +39,26 @@ from torch import Tensor
 from ...config.fused_kernels import InstalledKernels, find_kernels
 
 _CPU = torch.device("cpu")
+
+
+@dataclass
+class _Place:
+    """Where tensors of the device are, in a process without a GPU."""
+
+    device: torch.device = _CPU
+
+
+_place = _Place()
+
+
+@contextlib.contextmanager
+def without_storage() -> Iterator[torch.device]:
+    """Inside the block the device is torch's "meta", where tensors have shapes and no numbers. Not with a GPU."""
+    _place.device = torch.device("meta")
+    try:
+        yield _place.device
+    finally:
+        _place.device = _CPU
 
 
 def has_gpu() -> bool:
@@ -52,7 +78,7 @@ def _gpu() -> int:
 
 def device() -> torch.device:
     """Device of this rank's parameters and activations."""
-    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _CPU
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _place.device
 
 
 def runs_kernels() -> bool:
@@ -91,12 +117,12 @@ class _NullStream:
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """``factory`` with device="cuda" read as the CPU and pin_memory dropped."""
+    """``factory`` with device="cuda" read as where tensors of the device are, and pin_memory dropped."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         asked = kwargs.get("device")
         if asked is not None and torch.device(asked).type == "cuda":
-            kwargs["device"] = _CPU
+            kwargs["device"] = _place.device
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
@@ -107,7 +133,7 @@ def _replace_cuda() -> None:
     cuda: Any = torch.cuda
     tensor: Any = torch.Tensor
     # device=torch.cuda.current_device(); synchronize and empty_cache are barriers of the device.
-    cuda.current_device = lambda: _CPU
+    cuda.current_device = lambda: _place.device
     cuda.synchronize = lambda *a, **k: None
     cuda.empty_cache = lambda: None
     # Literal device="cuda" in factories, and tensor.cuda().
@@ -127,7 +153,7 @@ def _replace_cuda() -> None:
 
     def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = tensor_type(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+        return f"torch.cuda.{answer.rpartition('.')[2]}" if isinstance(answer, str) else answer
 
     tensor.type = cuda_type
 
@@ -185,6 +211,67 @@ def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., t
 # --- between device and host -------------------------------------------------------------------
 
 
+@dataclass
+class DeviceReads:
+    """Copies from the device to the host by the line that asked for them, "folder/file.py:line".
+
+    blocking      the host waited for everything that was queued on the device before them
+    in_schedule   those of them between the first forward and the last backward of a schedule
+    asynchronous  it went on, and looks at the numbers later
+    """
+
+    blocking: Counter[str] = field(default_factory=Counter)
+    in_schedule: Counter[str] = field(default_factory=Counter)
+    asynchronous: Counter[str] = field(default_factory=Counter)
+
+    def note_blocking(self) -> None:
+        """One more, for the line that is being executed."""
+        line, inside = _asked_by()
+        self.blocking[line] += 1
+        if inside:
+            self.in_schedule[line] += 1
+
+
+#: Whoever counts at the moment; see ``watched_reads``.
+_WATCHERS: list[DeviceReads] = []
+
+
+@contextlib.contextmanager
+def watched_reads(reads: DeviceReads) -> Iterator[DeviceReads]:
+    """Count the reads inside the block, on CPUs, too: there a read costs nothing and is counted all the same."""
+    _WATCHERS.append(reads)
+    try:
+        yield reads
+    finally:
+        _WATCHERS.remove(reads)
+
+
+def _asked_by() -> tuple[str, bool]:
+    """The line of the learner or of Megatron, outside of this module, that is being executed; whether a schedule runs."""
+    line, frame, inside = "", sys._getframe(1), False
+    while True:
+        path = Path(frame.f_code.co_filename)
+        named = {"learner", "megatron"} & set(path.parts) and path.name not in ("platform.py", "rehearsal.py")
+        if named and not line:
+            line = f"{'/'.join(path.parts[-2:])}:{frame.f_lineno}"
+        inside = inside or frame.f_code.co_name == "run_schedule"
+        if frame.f_back is None:
+            return line, inside
+        frame = frame.f_back
+
+
+def asked_by() -> str:
+    """The line of the learner or of Megatron that is being executed, "folder/file.py:line"; this module's are skipped."""
+    return _asked_by()[0]
+
+
+def read(tensor: Tensor) -> Tensor:
+    """The numbers of ``tensor`` on the host; the host waits until the device has them."""
+    for reads in _WATCHERS:
+        reads.note_blocking()
+    return _stand_ins(tensor) if tensor.is_meta else tensor.cpu()
+
+
 def bind_thread() -> None:
     """Let this thread use the process's GPU, like the main thread; nothing without one."""
     if has_gpu():
@@ -196,7 +283,9 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor) -> None:
         self._arrival: Any = None
-        if tensor.is_cuda:
+        if tensor.is_meta:
+            self._numbers = _stand_ins(tensor)
+        elif tensor.is_cuda:
             self._numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._numbers.copy_(tensor, non_blocking=True)
             self._arrival = torch.cuda.Event()
@@ -213,6 +302,8 @@ class HostCopy:
 
 def start_read(tensor: Tensor) -> HostCopy:
     """Send the numbers of ``tensor`` to the host, which goes on."""
+    for reads in _WATCHERS:
+        reads.asynchronous[_asked_by()[0]] += 1
     return HostCopy(tensor.detach())
 
 
@@ -222,6 +313,11 @@ def to_device(numbers: Tensor, target: torch.device) -> Tensor:
     if target.type != "cuda":
         return numbers.to(target)
     return numbers.pin_memory().to(target, non_blocking=True)
+
+
+def _stand_ins(tensor: Tensor) -> Tensor:
+    """What the host reads of a tensor without storage (``rehearsal``): ones."""
+    return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
 # --- fused kernels ----------------------------------------------------------------------------

@@ -2,15 +2,26 @@
 
 At position p a frequency f turns by p f: in float32 one unit in the last place of f is a visible angle at
 long positions, so the order of operations is part of the result.
+
+Megatron's rotation of packed sequences reads their boundaries from the device, for queries and for keys of every layer.
+Here the angles of a pack are laid out token by token once (``turn_by_pack``), and its rotation of one sequence does the
+rest.
 """
 
 from __future__ import annotations
 
 import math
+import types
+from typing import Any
 
+import megatron.core.transformer.attention as attention
 import torch
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from torch import Tensor
 
 from ...models.rope import Rope
+from . import platform
+from .layers import PackParams
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> torch.Tensor:
@@ -28,6 +39,35 @@ def inverse_frequencies(rope: Rope, dim: int) -> torch.Tensor:
             return _yarn(rope, dim, rope.theta**exponents)
         case kind:
             raise ValueError(f"no rotary frequencies for rope type {kind!r}")
+
+
+def turn_by_pack(rotary: Any) -> None:
+    """Make ``rotary``, Megatron's embedding, answer with the angles of every token of the pack that is asked for."""
+    plain = rotary.get_emb
+
+    def length(
+        self: Any, context: Any, block: Any, hidden: Any, config: Any, packed: PackParams, **_: Any
+    ) -> PackParams:
+        """In place of the longest sequence: which pack it is."""
+        return packed
+
+    def forward(self: Any, packed: PackParams, **_: Any) -> Tensor:
+        if packed.angles is None:
+            positions = torch.from_numpy(packed.positions)
+            packed.angles = plain(packed.max_seqlen_q)[platform.to_device(positions, packed.cu_seqlens_q.device)]
+        return packed.angles
+
+    rotary.get_rotary_seq_len = types.MethodType(length, rotary)
+    rotary.forward = types.MethodType(forward, rotary)
+    attention.apply_rotary_pos_emb = turned  # every layer of attention looks it up there; the learner feeds packs only
+
+
+def turned(
+    x: Tensor, angles: Tensor, config: Any, cu_seqlens: Any = None, mscale: float = 1.0, cp_group: Any = None
+) -> Tensor:
+    """x [T, n, d] turned by the angles [T, 1, 1, r] of ``turn_by_pack``, in place of Megatron's function of this
+    signature."""
+    return apply_rotary_pos_emb(x[:, None], angles, config=config, mscale=mscale, cp_group=cp_group)[:, 0]
 
 
 def attention_scale(rope: Rope, head_dim: int) -> float:

@@ -35,7 +35,7 @@ def score_with(
     def score(logits: torch.Tensor) -> Loss:
         logprobs, _ = token_logprobs(logits.squeeze(0), labels, 1.0, vocab_size, parallel.tensor_group)
         if parallel.is_last_stage and parallel.tensor_rank == 0 and parallel.data_rank == 0:
-            found[own] = logprobs.detach().cpu().double()
+            found[own] = platform.read(logprobs.detach()).double()
         return as_loss(logits.new_zeros(()))
 
     def forward(_: None, model: torch.nn.Module) -> ForwardStep:

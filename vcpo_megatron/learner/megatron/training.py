@@ -62,7 +62,11 @@ class Trainable:
         buffers = [b for chunk in self.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         # extremes propagate NaN and take one pass; isfinite makes copies and takes 25 times as long on a CPU
         extremes = [torch.aminmax(buffer.grad_data) for buffer in buffers if buffer.grad_data.numel()]
-        return all(bool(bound.isfinite()) for pair in extremes for bound in pair)
+        if not extremes:
+            return True
+        return bool(
+            platform.read(torch.stack([bound.double() for pair in extremes for bound in pair])).isfinite().all()
+        )
 
     def gradient_norm(self, parallel: Parallel) -> float:
         """Norm of the whole reduced gradient, before clipping, the same on all ranks; collective. inf where it is nan.
@@ -77,7 +81,11 @@ class Trainable:
             squares[group] = squares[group] + own if group in squares else own
         for group, total in squares.items():
             dist.all_reduce(total, group=group)
-        return agree_largest(math.sqrt(sum(float(total) for total in squares.values())), parallel)
+        whole = float(platform.read(torch.stack(list(squares.values()))).sum())
+        norm = agree_largest(math.sqrt(whole), parallel)
+        # what Megatron clips by: its own would read a number of every parameter where no fused kernel is installed
+        self.optimizer.get_grad_norm = lambda: norm
+        return norm
 
     def scheduled_learning_rate(self) -> float:
         """Learning rate of the step that is about to be taken, before ESS scales it."""

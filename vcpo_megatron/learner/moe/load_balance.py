@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from ..batch.packing import Pack
+from ..megatron import platform
 from ..megatron.parallel import Parallel, agree_sum
 from .pack_context import PackContext
 
@@ -37,6 +38,8 @@ class LoadBalance:
         self._mode = ""
         #: layer -> float64 [2, E]: tokens sent to each expert, and the sum of its scores
         self._counts: dict[int, Tensor] = {}
+        #: of the whole batch, in every layer
+        self._sent = math.nan
         self._value = math.nan
         for router in routers:
             self._attach(router)
@@ -57,10 +60,14 @@ class LoadBalance:
         table = torch.zeros(2 * self._layers * experts + 1, dtype=torch.float64)
         rows = table[:-1].view(self._layers, 2, experts)
         table[-1] = float(aborted)
-        for layer, counts in self._counts.items():
-            rows[layer] = counts.cpu()
+        layers = list(self._counts)
+        if layers:
+            counted = torch.stack(list(self._counts.values()))
+            rows[layers] = platform.read(counted)
         agree_sum(table, self._parallel)
-        self._counts = {layer: rows[layer].to(counts) for layer, counts in self._counts.items()}
+        if layers:
+            self._counts = dict(zip(layers, platform.to_device(rows[layers], counted.device), strict=True))
+            self._sent = float(rows[layers[0], 0].sum())
         sent, scores = rows[rows.sum((1, 2)) > 0].unbind(1)
         shares = sent / sent.sum(1, keepdim=True) * (scores / scores.sum(1, keepdim=True))
         self._value = experts * float(shares.sum(1).mean())
@@ -73,7 +80,8 @@ class LoadBalance:
 
     def during(self, pack: Pack, forward: Callable[[], Tensor]) -> Tensor:
         """The output of ``forward`` on ``pack``."""
-        costs = torch.tensor([*(sample.cost for sample in pack.samples), 0], device=pack.positions.device)
+        costs = torch.tensor([*(sample.cost for sample in pack.samples), 0])
+        costs = platform.to_device(costs, pack.positions.device)
         real = pack.positions < costs[pack.segments.clamp(max=len(pack.samples))]
         if self._parallel.sequence_parallel:
             real = real.chunk(self._parallel.tensor_size)[self._parallel.tensor_rank]
@@ -87,25 +95,26 @@ class LoadBalance:
             real = self._tokens.current
             if real is None or not self._mode:
                 return probs, chosen
-            logits = logits.flatten(0, -2)[real]
+            logits = logits.flatten(0, -2)
             if self._mode == "count":
-                found = torch.stack([chosen[real].sum(0), _scores(logits).detach()]).double()
+                sent = (chosen & real[:, None]).sum(0)
+                found = torch.stack([sent, _scores(logits, real).detach()]).double()
                 self._counts[layer] = self._counts[layer] + found if layer in self._counts else found
                 return probs, chosen
-            return _WithLoss.apply(probs, self._loss(layer, logits, router.topk)), chosen
+            return _WithLoss.apply(probs, self._loss(layer, logits, real, router.topk)), chosen
 
         router.routing = types.MethodType(routing, router)
 
-    def _loss(self, layer: int, logits: Tensor, top_k: int) -> Tensor:
-        """Of this rank's real tokens: logits [t, experts]."""
+    def _loss(self, layer: int, logits: Tensor, real: Tensor, top_k: int) -> Tensor:
+        """Of this rank's tokens: logits [t, experts], bool [t] which of them are no padding."""
         sent = self._counts[layer][0]
-        tokens = float(sent.sum()) / top_k
-        return (_scores(logits) * sent).sum() * (self._coefficient * len(sent) / (top_k * tokens**2))
+        tokens = self._sent / top_k
+        return (_scores(logits, real) * sent).sum() * (self._coefficient * len(sent) / (top_k * tokens**2))
 
 
-def _scores(logits: Tensor) -> Tensor:
-    """Sums over tokens of their probabilities: [experts], fp32."""
-    return torch.softmax(logits, -1, dtype=torch.float32).sum(0)
+def _scores(logits: Tensor, real: Tensor) -> Tensor:
+    """Sums over real tokens of their probabilities: [experts], fp32."""
+    return torch.where(real[:, None], torch.softmax(logits, -1, dtype=torch.float32), 0.0).sum(0)
 
 
 class _WithLoss(torch.autograd.Function):

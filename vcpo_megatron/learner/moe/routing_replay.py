@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from ..batch.packing import Pack
+from ..megatron import platform
 from ..megatron.parallel import Parallel
 from .pack_context import PackContext
 
@@ -43,7 +44,7 @@ class RoutingReplay:
         """Of the layers and, under sequence parallelism, the tokens of this rank."""
         if self._parallel.sequence_parallel:
             experts = experts.chunk(self._parallel.tensor_size)[self._parallel.tensor_rank]
-        return experts[:, self._layers].to(self._device, torch.int64)
+        return platform.to_device(experts[:, self._layers].long(), self._device)
 
 
 class _LayerReplay:

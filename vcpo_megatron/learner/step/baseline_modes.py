@@ -12,9 +12,11 @@ The last three are exact: |g_i| is the norm of the unweighted score gradient, su
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -26,7 +28,7 @@ from ..batch.packing import Pack
 from ..gradients.attach import attach_chunks
 from ..gradients.group_sums import Bucket, DeferredGradients, GroupNorms, OpobSums
 from ..gradients.pack_scores import ScoreSwitch
-from .batch_state import BatchState
+from .batch_state import BatchState, SampleNumbers
 from .passes import Passes
 from .per_trajectory_backward import ExactBackward
 from .plan import StepPlan, pack_tokens
@@ -84,6 +86,7 @@ class ProxyMode(PlainMode):
         self._passes.score(state, cut)
 
     def _estimate(self, state: BatchState, pack: Pack, logits: Tensor, policy: Tensor) -> None:
+        self._passes.terms.collect()
         state.estimated_norm[pack.index] = self._passes.terms.estimated_norms(state, pack, logits, policy)
         members = state.members(pack.group)
         norms = state.estimated_norm[members]
@@ -114,13 +117,13 @@ class _ExactMode(ABC):
     def _make_groups(self, parameters: Mapping[str, Parameter]) -> GroupNorms:
         """What the mode keeps of groups in flight."""
 
-    def _starts(self, state: BatchState, pack: Pack) -> None:
+    def _starts(self, state: BatchState, pack: Pack, numbers: SampleNumbers, log_ratio: Tensor) -> SampleNumbers:
         """A backward of ``pack`` starts, whose l_i are known; most modes need nothing of them before |g_i|."""
-        return
+        return numbers
 
     def _set_baselines(self, state: BatchState, group: int, index: Sequence[int], norms: Tensor) -> Tensor:
         """b_i of a group whose exact |g_i| are known: called alike on all ranks of the replica."""
-        norms = norms.cpu()
+        self._passes.terms.collect()  # packs of the group: their l_i are older than its norms
         state.has_norm[list(index)] = True
         state.grad_norm[list(index)] = norms
         self._passes.objective.set_baselines(state, index, norms)
@@ -155,39 +158,66 @@ class _OneBackwardMode(_ExactMode):
         """What the group's gradient is finished with, from its |g_i|."""
 
 
+@dataclass(frozen=True)
+class _Centre:
+    """m_g of a group, and the l_i that it has it from: float64 scalars, on the host or the device."""
+
+    reward: Tensor
+    log_ratio: Tensor
+
+    @classmethod
+    def first(cls, numbers: SampleNumbers) -> _Centre:
+        """Before any l_i is known."""
+        return cls(numbers.baseline[0], torch.full_like(numbers.baseline[0], -math.inf))
+
+    def moved(self, log_ratio: Tensor, rewards: Tensor) -> _Centre:
+        """To the largest of ``log_ratio`` [n] where that is above all before; of equal ones, the largest reward's."""
+        if not len(log_ratio):
+            return self
+        largest = log_ratio.max()
+        above = largest > self.log_ratio
+        reward = torch.where(log_ratio == largest, rewards, -math.inf).max()
+        return _Centre(torch.where(above, reward, self.reward), torch.where(above, largest, self.log_ratio))
+
+
 class AccumulateMode(_OneBackwardMode):
     """The gradient is summed up centred at m_g, and S_g beside it.
 
     Where one trajectory outweighs its group, b_g comes close to its reward: (R - m) w g and (b - m) w g of it would
     cancel in fp32, and with them what the others say. So m_g is the reward of the trajectory with the largest l so far,
-    which stands in ``state.baseline`` until b_g is known. When a larger one arrives the sums so far, which are small
-    beside it, move to the new centre. Every rank follows its own order of packs: whatever its m_g, what is taken off in
-    the end is counted from it.
+    until b_g is known. When a larger one arrives the sums so far, which are small beside it, move to the new centre.
+    Every rank follows its own order of packs: whatever its m_g, what is taken off in the end is counted from it. The
+    device finds m_g, since a pack's backward follows its l_i at once; the host finds it again, by the same numbers,
+    when the group is finished.
     """
 
     _groups: OpobSums
 
     def __init__(self, passes: Passes) -> None:
         super().__init__(passes)
-        self._largest: dict[int, float] = {}  # l of the centre of every group of the step at hand
+        #: of every group of the step at hand: m_g and its l, on the device, and samples of its packs as they began
+        self._centres: dict[int, _Centre] = {}
+        self._begun: dict[int, list[list[int]]] = {}
 
     def add_gradient(self, state: BatchState, plan: StepPlan, buckets: Sequence[Bucket]) -> None:
-        self._largest.clear()
+        self._centres.clear()
+        self._begun.clear()
         super().add_gradient(state, plan, buckets)
 
-    def _starts(self, state: BatchState, pack: Pack) -> None:
+    def _starts(self, state: BatchState, pack: Pack, numbers: SampleNumbers, log_ratio: Tensor) -> SampleNumbers:
         """Move m_g to the pack's trajectory with the largest l, where that is larger than before."""
-        log_ratios = state.log_ratio[pack.step_index].tolist()
-        largest = max(log_ratios, default=-math.inf)
-        if largest <= self._largest.get(pack.group, -math.inf):
-            return
-        self._largest[pack.group] = largest
-        members = state.members(pack.group)
-        before = float(state.baseline[members[0]])
-        after = float(state.rewards[pack.step_index[log_ratios.index(largest)]])
-        if after != before:
-            state.baseline[members] = after
-            self._groups.recentre(pack.group, (before - after) * state.scales[pack.group].inverse_std)
+        group = pack.group
+        if not pack.step_samples:
+            return numbers
+        if group not in self._centres:
+            self._centres[group] = _Centre.first(numbers)
+            self._begun[group] = []
+        before = self._centres[group]
+        after = before.moved(log_ratio, numbers.rewards)
+        self._centres[group] = after
+        self._begun[group].append(pack.step_index)
+        self._groups.recentre(group, (before.reward - after.reward) * state.scales[group].inverse_std)
+        return dataclasses.replace(numbers, baseline=after.reward.expand_as(numbers.baseline))
 
     def _make_groups(self, parameters: Mapping[str, Parameter]) -> OpobSums:
         passes, algorithm = self._passes, self._passes.config.algorithm
@@ -199,9 +229,11 @@ class AccumulateMode(_OneBackwardMode):
 
         The sums hold -s_i (a loss is minimised): adding -(b - m)/std of them takes (b - m)/std s_i off G.
         """
-        centre = state.baseline[index[0]].clone()
+        centre = _Centre.first(state.of_samples(index))
         self._set_baselines(state, group, index, norms)
-        return -(state.baseline[index[0]] - centre) * state.scales[group].inverse_std
+        for begun in self._begun[group]:
+            centre = centre.moved(state.log_ratio[begun], state.rewards[begun])
+        return -(state.baseline[index[0]] - centre.reward) * state.scales[group].inverse_std
 
 
 class DeferredMode(_OneBackwardMode):
@@ -214,7 +246,7 @@ class DeferredMode(_OneBackwardMode):
     def _finish(self, state: BatchState, group: int, index: Sequence[int], norms: Tensor) -> Tensor:
         """The final coefficients of the group's samples."""
         self._set_baselines(state, group, index, norms)
-        return self._passes.objective.trajectory_coefficients(state, index)
+        return self._passes.objective.trajectory_coefficients(state.of_samples(index), state.log_ratio[list(index)])
 
 
 _MODES: Mapping[str, Callable[[Passes], BaselineMode]] = {

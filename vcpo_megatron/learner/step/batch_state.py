@@ -18,6 +18,7 @@ from ...algorithm.advantages import GroupScale, group_scale
 from ...config.schema import AlgorithmConfig
 from ...types import has_variance
 from ..batch.packing import Sample
+from ..megatron import platform
 from ..megatron.parallel import Parallel, agree_sum
 
 #: Tensors of ``BatchState`` that ranks agree on, in the order in which they are summed.
@@ -57,6 +58,19 @@ class RankSums:
     accumulator_size: float = 0.0
 
 
+@dataclass(frozen=True)
+class SampleNumbers:
+    """What is known of some samples before their backward, float64 [n] where they are multiplied; ``has_variance``
+    bool [n]. As of ``BatchState``."""
+
+    rewards: Tensor
+    baseline: Tensor
+    inverse_std: Tensor
+    loss_coefficients: Tensor
+    has_variance: Tensor
+    anchor: float
+
+
 @dataclass
 class BatchState:
     """N samples, numbered 0 to N-1 group by group. Tensors lie on the CPU; [N] and float64 where nothing else is said.
@@ -82,8 +96,7 @@ class BatchState:
     mismatch_sum, mismatch_max, mismatch_tokens  of |log pi - log mu| over sampled tokens of the current version
     has_norm            bool: the exact |g_i| is known
     grad_norm           |g_i|, nan where it is not known
-    baseline            b_i as far as it is known: from rewards at first, from norms once they are found; where sums are
-                        accumulated m_g between the two
+    baseline            b_i as far as it is known: from rewards at first, from norms once they are found
     fell_back           bool: norms gave no baseline for the sample's group, or for one of it, and a mean was taken
     ranks               what ranks found as a whole
 
@@ -176,6 +189,16 @@ class BatchState:
         """Numbers of the samples of group number ``group``."""
         start = sum(self.group_sizes[:group])
         return list(range(start, start + self.group_sizes[group]))
+
+    def of_samples(self, index: Sequence[int], device: torch.device | None = None) -> SampleNumbers:
+        """Numbers of the samples ``index`` on ``device`` (None: the CPU), by one copy that nobody waits for."""
+        chosen = list(index)
+        names = ("rewards", "baseline", "inverse_std", "loss_coefficients")
+        table = torch.stack([*(getattr(self, name)[chosen] for name in names), self.has_variance[chosen].double()])
+        if device is not None:
+            table = platform.to_device(table, device)
+        rewards, baseline, inverse_std, loss_coefficients, varies = table.unbind()
+        return SampleNumbers(rewards, baseline, inverse_std, loss_coefficients, varies > 0, self.anchor)
 
     def token_slice(self, sample: int) -> slice:
         """Where in ``token_log_ratios`` the tokens of a sample are."""

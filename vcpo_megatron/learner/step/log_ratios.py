@@ -38,19 +38,19 @@ class LogRatioExchange:
         return largest
 
     def of_step(self, pack: Pack, own: torch.Tensor) -> torch.Tensor:
-        """l of this rank's trajectories -> of the micro-step's, float64 on the CPU."""
+        """l of this rank's trajectories -> of the micro-step's, float64, both on the device."""
         if self._parallel.expert_data_size == 1:
-            return own.cpu()
+            return own
         every = torch.zeros(len(pack.step_samples), dtype=torch.float64, device=self._device)
-        every[pack.offset : pack.offset + len(own)] = own.to(self._device)
+        every[pack.offset : pack.offset + len(own)] = own
         dist.all_reduce(every, group=self._parallel.expert_data_group)
-        return every.cpu()
+        return every
 
-    def send(self, exchange: HostExchange, pack: Pack, copy: platform.HostCopy) -> None:
-        """Last stage -> every earlier one: l of a micro-step."""
+    def send(self, exchange: HostExchange, pack: Pack, copy: platform.HostCopy, part: slice) -> None:
+        """Last stage -> every earlier one: l of a micro-step, ``part`` of a copy."""
         parallel = self._parallel
         earlier = [parallel.stage_global_rank(stage) for stage in range(parallel.pipeline_size - 1)]
-        exchange.send(copy, earlier, parallel.log_ratio_group, _name(pack))
+        exchange.send(copy, earlier, parallel.log_ratio_group, _name(pack), part)
 
     def receive(self, exchange: HostExchange, pack: Pack) -> Arriving:
         """On an earlier stage, in the order of the packs' forwards: float64 [n], on the host."""

@@ -19,11 +19,13 @@ from ...algorithm import baselines, importance
 from ...algorithm.surrogates import STATISTICS, SURROGATES, Bounds, TokenTerms
 from ...config.schema import AlgorithmConfig
 from ..batch.packing import Pack
-from .batch_state import BatchState
+from ..gradients.pack_scores import Coefficients
+from .batch_state import BatchState, SampleNumbers
 
 
 class Objective:
-    """The method's formulas. ``index`` are always samples' numbers in the batch; results for them are float64 [n]."""
+    """The method's formulas. ``index`` are always samples' numbers in the batch; ``numbers`` and ``log_ratio`` are of
+    some samples, on the host or the device; results for them are float64 [n], in the same place."""
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self.method = algorithm.preset
@@ -67,50 +69,68 @@ class Objective:
 
     # --- gradients ------------------------------------------------------------------------------
 
-    def advantages(self, state: BatchState, index: Sequence[int]) -> Tensor:
+    def advantages(self, numbers: SampleNumbers) -> Tensor:
         """(R_i - b_i) / std with the baselines known so far; 0 in zero-variance groups."""
-        chosen = list(index)
-        found = (state.rewards[chosen] - state.baseline[chosen]) * state.inverse_std[chosen]
-        return torch.where(state.has_variance[chosen], found, 0.0)
+        return torch.where(numbers.has_variance, (numbers.rewards - numbers.baseline) * numbers.inverse_std, 0.0)
 
-    def trajectory_coefficients(self, state: BatchState, index: Sequence[int]) -> Tensor:
+    def trajectory_coefficients(self, numbers: SampleNumbers, log_ratio: Tensor) -> Tensor:
         """What multiplies s_i / w_i of a linear method: w_i (R_i - b_i) / std, and a where no token has a weight.
 
         With token weights a trajectory's gradient holds them, and the anchor is a term of its own: ``token_anchor``.
         """
-        weights, advantages = self.sequence_weights(state.log_ratio[list(index)]), self.advantages(state, index)
+        weights, advantages = self.sequence_weights(log_ratio), self.advantages(numbers)
         weighted = torch.where(advantages == 0.0, 0.0, weights * advantages)  # a weight without bound may be infinite
-        return weighted if self.method.is_level == "token" else weighted + self._anchors(state, index)
+        return weighted if self.method.is_level == "token" else weighted + self._anchors(numbers)
+
+    def coefficients(
+        self, state: BatchState, index: Sequence[int], numbers: SampleNumbers, log_ratio: Tensor
+    ) -> Coefficients:
+        """Of a micro-step's trajectories ``index``, and those of one reward together where no anchor pulls on them."""
+        gradient, sums = self.trajectory_coefficients(numbers, log_ratio), self.sequence_weights(log_ratio)
+        if self.method.is_level != "token" and state.anchor != 0.0:
+            return Coefficients(gradient, sums)
+        classes: dict[float, list[int]] = {}
+        for i, reward in enumerate(state.rewards[list(index)].tolist()):
+            classes.setdefault(reward, []).append(i)
+        ratios = self.advantages(numbers)
+        first = [members[0] for members in classes.values()]
+        ratios = torch.stack([ratios[i] for i in first]) if first else ratios
+        return Coefficients(gradient, sums, tuple(map(tuple, classes.values())), ratios)
 
     def has_token_anchor(self, state: BatchState) -> bool:
         """Whether a linear method's anchor cannot be one coefficient a trajectory; the same on all ranks."""
         return self.method.linear and self.method.is_level == "token" and state.anchor != 0.0
 
-    def token_anchor(self, state: BatchState, pack: Pack, policy: Tensor) -> Tensor:
+    def token_anchor(self, numbers: SampleNumbers, pack: Pack, policy: Tensor) -> Tensor:
         """What the anchor adds to the coefficients of tokens that have weights: [T], dtype of ``policy``."""
-        return torch.nn.functional.pad(self._anchors(state, pack.index), (0, 1)).to(policy)[pack.segments]
+        return torch.nn.functional.pad(self._anchors(numbers), (0, 1)).to(policy)[pack.segments]
 
-    def _anchors(self, state: BatchState, index: Sequence[int]) -> Tensor:
+    def _anchors(self, numbers: SampleNumbers) -> Tensor:
         """a, and 0 in zero-variance groups."""
-        return torch.where(state.has_variance[list(index)], state.anchor, 0.0)
+        return numbers.has_variance.double() * numbers.anchor
 
-    def token_coefficients(self, state: BatchState, pack: Pack, policy: Tensor) -> Tensor:
+    def token_coefficients(
+        self, state: BatchState, pack: Pack, policy: Tensor, numbers: SampleNumbers, log_ratio: Tensor
+    ) -> Tensor:
         """What multiplies c_i log pi_t once baselines are known: [T], dtype of the detached log-probs ``policy``."""
         if self.method.linear:
-            whole = torch.nn.functional.pad(self.trajectory_coefficients(state, pack.index), (0, 1)).to(policy)
+            whole = torch.nn.functional.pad(self.trajectory_coefficients(numbers, log_ratio), (0, 1)).to(policy)
             weighted = whole[pack.segments] * self.token_weights(pack, policy)
-            return weighted + self.token_anchor(state, pack, policy) if self.has_token_anchor(state) else weighted
+            return weighted + self.token_anchor(numbers, pack, policy) if self.has_token_anchor(state) else weighted
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
         tokens = TokenTerms(ratios, pack.mask, pack.segments, len(pack.samples), state.statistic)
-        advantages = self.advantages(state, pack.index).to(policy.device)
-        found = SURROGATES[self.method.surrogate](tokens, advantages, self._bounds)
-        trained = tokens.per_token(state.has_variance[pack.index].to(policy.device)) > 0
+        found = SURROGATES[self.method.surrogate](tokens, self.advantages(numbers), self._bounds)
+        trained = tokens.per_token(numbers.has_variance) > 0
         zero_variance = found if self.method.whole_batch else torch.zeros_like(found)
         return torch.where(trained, found + state.anchor, zero_variance).to(policy.dtype)
 
-    def reported(self, state: BatchState, pack: Pack, policy: Tensor) -> Tensor:
+    def reported(
+        self, state: BatchState, pack: Pack, policy: Tensor, numbers: SampleNumbers, log_ratio: Tensor
+    ) -> Tensor:
         """The part of the token coefficients that the loss metric cannot form from a trajectory's numbers: [T]."""
-        return self.token_weights(pack, policy) if self.method.linear else self.token_coefficients(state, pack, policy)
+        if self.method.linear:
+            return self.token_weights(pack, policy)
+        return self.token_coefficients(state, pack, policy, numbers, log_ratio)
 
     # --- a number of the whole batch --------------------------------------------------------------
 
@@ -120,7 +140,7 @@ class Objective:
 
     def statistic(self, state: BatchState, token_log_ratios: Tensor) -> float:
         """From the log ratios of all sampled tokens of the batch, float64 [M], and the advantages that rewards give."""
-        advantages = self.advantages(state, range(len(state.rewards)))
+        advantages = self.advantages(state.of_samples(range(len(state.rewards))))
         of_tokens = advantages.repeat_interleave(state.sampled_tokens.long())
         found = STATISTICS[self.method.statistic](token_log_ratios, of_tokens, self._algorithm.second_moment)
         return found if math.isfinite(found) else 1.0  # a non-finite ratio: the step will be skipped

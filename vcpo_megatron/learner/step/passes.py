@@ -56,6 +56,7 @@ class Passes:
     def score(self, state: BatchState, packs: Sequence[Pack]) -> None:
         """l_i and what else a forward says of the packs' samples."""
         self._forward_only(packs, partial(self._forward_score, state))
+        self.terms.collect()
 
     def score_by_reference(self, state: BatchState, packs: Sequence[Pack]) -> None:
         """log-probs of the reference policy, by one forward with its weights in place of the model's."""
@@ -92,6 +93,7 @@ class Passes:
         """The whole loss, with baselines that are known, as the loss of one ordinary backward."""
         whole = self.config.algorithm.regularized or self.objective.method.whole_batch
         self._backward_balanced(plan.packs if whole else plan.trained, partial(self._forward_plain, state))
+        self.terms.collect()
 
     def add_regularizers(self, state: BatchState, plan: StepPlan) -> None:
         """What no baseline multiplies, by itself where there is any: KL, entropy, the balance of experts, and the
@@ -100,6 +102,7 @@ class Passes:
             self._backward_balanced(plan.packs, partial(self._forward_regularizer, state))
         elif self.objective.has_token_anchor(state):
             self._backward_balanced(plan.trained, partial(self._forward_regularizer, state))
+        self.terms.collect()
 
     def run(self, packs: Sequence[Pack], forward: Forward, *, forward_only: bool = False) -> None:
         """``forward`` on every pack and chunk, and its backward; no reduction of gradients starts in it."""
@@ -132,7 +135,9 @@ class Passes:
 
     def _forward_score(self, state: BatchState, pack: Pack, model: torch.nn.Module) -> ForwardStep:
         def loss(logits: torch.Tensor) -> Loss:
-            self.terms.record(state, pack, logits)
+            numbers = state.of_samples(pack.index, pack.tokens.device)
+            self.terms.record(state, pack, logits, numbers)
+            self.terms.send(state, pack)
             return as_loss(logits.new_zeros(()))
 
         return self.output(pack, model), loss
@@ -148,19 +153,26 @@ class Passes:
         """Differentiated: -sum_i c_i sum_t v_t log pi_t with all of the coefficient in v, and the regularizers."""
 
         def loss(logits: torch.Tensor) -> Loss:
-            logprobs, entropy = self.terms.record(state, pack, logits)
-            v = self.objective.token_coefficients(state, pack, logprobs.detach())
-            terms = -v * logprobs + self.terms.regularizer(state, pack, logprobs, entropy)
-            return as_loss(self.terms.normalized(state, pack, terms))
+            numbers = state.of_samples(pack.index, pack.tokens.device)
+            scored = self.terms.record(state, pack, logits, numbers)
+            if self.terms.observer is not None:
+                numbers = state.of_samples(pack.index, pack.tokens.device)  # with the baselines that it has set
+            logprobs = scored.logprobs
+            v = self.objective.token_coefficients(state, pack, logprobs.detach(), numbers, scored.log_ratio)
+            terms = -v * logprobs + self.terms.regularizer(state, pack, logprobs, scored.entropy)
+            self.terms.send(state, pack)
+            return as_loss(self.terms.normalized(numbers, pack, terms))
 
         return self.output(pack, model), loss
 
     def _forward_regularizer(self, state: BatchState, pack: Pack, model: torch.nn.Module) -> ForwardStep:
         def loss(logits: torch.Tensor) -> Loss:
+            numbers = state.of_samples(pack.index, pack.tokens.device)
             logprobs, entropy = self.terms.score(pack, logits)
             terms = self.terms.regularizer(state, pack, logprobs, entropy)
             if self.objective.has_token_anchor(state):
-                terms = terms - self.objective.token_anchor(state, pack, logprobs.detach()) * logprobs
-            return as_loss(self.terms.normalized(state, pack, terms))
+                terms = terms - self.objective.token_anchor(numbers, pack, logprobs.detach()) * logprobs
+            self.terms.send(state, pack)
+            return as_loss(self.terms.normalized(numbers, pack, terms))
 
         return self.output(pack, model), loss

@@ -13,15 +13,16 @@ import torch
 
 from ..batch.packing import Pack
 from ..gradients.group_sums import Bucket, Found, GroupNorms
-from ..gradients.pack_scores import Coefficients, PackScores, ScoreSwitch
+from ..gradients.pack_scores import PackScores, ScoreSwitch
 from ..megatron import platform
 from ..megatron.host_exchange import Arriving, HostExchange
 from ..megatron.schedule import ForwardStep, Loss, as_loss
-from .batch_state import BatchState
+from .batch_state import BatchState, SampleNumbers
 from .passes import Passes
 
-#: Called with (state, pack) on every rank when a backward of the pack starts: its l_i are known.
-Starts = Callable[[BatchState, Pack], None]
+#: Called on every rank when a backward of a pack starts, with the numbers and the l_i of its micro-step, on the device;
+#: returns the numbers that its coefficients are made of.
+Starts = Callable[[BatchState, Pack, SampleNumbers, torch.Tensor], SampleNumbers]
 
 
 class ExactBackward:
@@ -32,13 +33,16 @@ class ExactBackward:
         self._switch = switch
         self._groups = groups
         self._starts = starts
+        self._log_ratio: dict[int, torch.Tensor] = {}  # of a pack's micro-step by the pack's id, where its tokens are
 
     def run(self, state: BatchState, packs: Sequence[Pack], found: Found, buckets: Sequence[Bucket]) -> None:
         """``found`` is called with the |g_i| of each group; the reduction of ``buckets`` starts in the end."""
+        self._log_ratio.clear()
         with HostExchange(self._passes.config.launch.timeout_s) as exchange:
             self._groups.start_step(packs, found, exchange)
             self._passes.run(packs, partial(self._forward, state, exchange))
             self._groups.finish_step(buckets)
+        self._passes.terms.collect()
 
     def _forward(self, state: BatchState, exchange: HostExchange, pack: Pack, model: torch.nn.Module) -> ForwardStep:
         """Differentiated: -sum_i c_i sum_t v_t log pi_t, v_t the token weight or 1."""
@@ -55,13 +59,15 @@ class ExactBackward:
             return output, None
 
         def loss(logits: torch.Tensor) -> Loss:
-            logprobs, _ = passes.terms.record(state, pack, logits)
-            weights = passes.objective.token_weights(pack, logprobs.detach())
-            value = passes.terms.normalized(state, pack, -weights * logprobs)
-            log_ratio = messages.of_step(pack, state.log_ratio[pack.index])
-            state.log_ratio[pack.step_index] = log_ratio
-            if pack.step_samples:
-                messages.send(exchange, pack, platform.start_read(log_ratio))
+            numbers = state.of_samples(pack.index, pack.tokens.device)
+            scored = passes.terms.record(state, pack, logits, numbers)
+            weights = passes.objective.token_weights(pack, scored.logprobs.detach())
+            value = passes.terms.normalized(numbers, pack, -weights * scored.logprobs)
+            log_ratio = messages.of_step(pack, scored.log_ratio)
+            self._log_ratio[id(pack)] = log_ratio
+            sent = passes.terms.send(state, pack, log_ratio)
+            if pack.step_samples and sent is not None:
+                messages.send(exchange, pack, *sent)
             self._watch_backward(state, value, scores, None)
             return as_loss(value)
 
@@ -71,14 +77,16 @@ class ExactBackward:
         self, state: BatchState, output: torch.Tensor, scores: PackScores, arriving: Arriving | None
     ) -> None:
         """When the backward of this pack through a chunk starts, set its coefficients; see its end, too."""
-        objective, index = self._passes.objective, scores.pack.step_index
+        objective, index, device = self._passes.objective, scores.pack.step_index, scores.pack.tokens.device
+        none = torch.zeros(0, dtype=torch.float64, device=device)  # of a micro-step without samples
 
         def start(_: torch.Tensor) -> None:
             if arriving is not None:
                 state.log_ratio[index] = arriving.wait()
-            self._starts(state, scores.pack)
-            gradient = objective.trajectory_coefficients(state, index)
-            scores.coefficients = Coefficients(gradient, objective.sequence_weights(state.log_ratio[index]))
+                self._log_ratio[id(scores.pack)] = platform.to_device(state.log_ratio[index], device)
+            log_ratio = self._log_ratio.get(id(scores.pack), none)
+            numbers = self._starts(state, scores.pack, state.of_samples(index, device), log_ratio)
+            scores.coefficients = objective.coefficients(state, index, numbers, log_ratio)
             self._groups.begin(scores)
             self._switch.current = scores  # for what is computed once more
             torch.autograd.Variable._execution_engine.queue_callback(end)

@@ -1,0 +1,117 @@
+"""Steps on tensors without storage: what the host asks of the device, by file and line, and when.
+
+A read that waits ends the host's lead over a GPU; inside a schedule there is none, whatever the model's and the batch's
+sizes are, but one a mixture of experts and forward: Megatron's experts take their rows by counts that the host knows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import Qwen2Config, Qwen3MoeConfig
+
+from vcpo_megatron.types import Batch, Group, PolicyVersion, Trajectory, Turn, VersionSpan
+
+from .scenarios import make_config
+from .world import run_world
+
+VOCABULARY = 64
+#: A safetensors file without tensors: weights are not read.
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+GROUPS, GROUP_SIZE = 3, 4
+MODES = ("accumulate", "deferred", "two_pass")
+
+
+def model(folder: Path, layers: int, experts: int = 0, **sizes: int) -> Path:
+    """A folder with the config.json of a model, dense or with ``experts``, and no weights."""
+    folder.mkdir(parents=True)
+    common = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    common |= {"num_key_value_heads": 2, "num_hidden_layers": layers, "tie_word_embeddings": False, **sizes}
+    if experts:
+        mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+        Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **common, **mixture).save_pretrained(folder)
+    else:
+        Qwen2Config(architectures=["Qwen2ForCausalLM"], **common).save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(NO_TENSORS)
+    return folder
+
+
+def batch(longest: int = 24, vocabulary: int = VOCABULARY, groups: int = GROUPS) -> Batch:
+    """Rewards differ in every group but the last."""
+    draw, made = np.random.default_rng(0), []
+    for g in range(groups):
+        members = []
+        for s in range(GROUP_SIZE):
+            length, prompt = int(draw.integers(longest // 2, longest)), longest // 6
+            mask = np.arange(length) >= prompt
+            turn = Turn(prompt, length, "stop", (VersionSpan(prompt, length, PolicyVersion(1, 0)),))
+            behavior = np.where(mask, -1.0, 0.0).astype(np.float32)
+            tokens = draw.integers(0, vocabulary, length).astype(np.int32)
+            reward = float(s % 2) if g < groups - 1 else 1.0
+            members.append(Trajectory(g, s, f"p{g}", prompt, tokens, mask, behavior, (turn,), reward))
+        made.append(Group(g, f"p{g}", tuple(members)))
+    return Batch(0, tuple(made))
+
+
+def rehearsed(cases: list[tuple[Any, Batch, int, int]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run_world(
+        1, "learner.run_rehearsals:rehearse_each", {"cases": cases}, alone=True, timeout_s=500
+    )
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_nothing_waits_inside_a_schedule(tmp_path: Path) -> None:
+    """Layers and packs double; every exact mode."""
+    few, many = (model(tmp_path / str(layers), layers) for layers in (2, 4))
+    #: (a pack a group, a pack a trajectory), packs of the two
+    sizes = ((1000, GROUPS), (1, GROUPS * GROUP_SIZE))
+    cases, expected = [], []
+    for mode in MODES:
+        for folder, (tokens, packs) in ((few, sizes[0]), (many, sizes[0]), (few, sizes[1])):
+            algorithm, train = {"opob_mode": mode}, {"max_pack_tokens": tokens}
+            cases.append((make_config(folder, 1, algorithm=algorithm, train=train), batch(), 0, 1))
+            # norms in one pass and the gradient in another: the trained packs go through the model twice
+            passes = packs + (packs * (GROUPS - 1) // GROUPS if mode == "two_pass" else 0)
+            expected.append(passes + GROUPS - 1)
+    found = rehearsed(cases)
+    for one, copies in zip(found, expected, strict=True):
+        assert one["in schedule"] == {} and one["unplanned"] == {}
+        assert one["blocking"] == found[0]["blocking"] and sum(one["blocking"].values()) == 2
+        assert sum(one["asynchronous"].values()) == copies
+        assert all(line.startswith("batch/packing.py") for line in one["waiting"])  # the plan, before any pass
+
+
+@pytest.mark.timeout(600)
+def test_a_mixture_reads_once_a_layer_and_forward_whatever_its_experts(tmp_path: Path) -> None:
+    algorithm, train = {"opob_mode": "accumulate"}, {"max_pack_tokens": 1000}
+    folders = [model(tmp_path / f"{layers} {experts}", layers, experts) for layers, experts in ((2, 4), (2, 8), (4, 4))]
+    cases = [(make_config(folder, 1, algorithm=algorithm, train=train), batch(), 0, 1) for folder in folders]
+    found = rehearsed(cases)
+    for one, layers in zip(found, (2, 2, 4), strict=True):
+        assert one["unplanned"] == {}
+        (line,) = one["in schedule"]
+        assert line.startswith("megatron/dispatch.py") and one["in schedule"][line] == layers * GROUPS
+        assert sum(one["asynchronous"].values()) == GROUPS + GROUPS - 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("rank", [0, 31])
+def test_a_rank_of_a_model_of_72_billion_parameters(rank: int, tmp_path: Path) -> None:
+    """TP 8 x PP 4 with sequence parallelism and full recompute: the first stage and the last."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 29568, "num_attention_heads": 64, "num_key_value_heads": 8}
+    folder = model(tmp_path / "72B", 80, **sizes, vocab_size=152064)
+    config = make_config(
+        folder,
+        32,
+        model={"dtype": "bfloat16", "recompute": "full", "vocab_multiple": 128},
+        parallel={"tensor": 8, "pipeline": 4, "sequence_parallel": True},
+        train={"max_pack_tokens": 8192},
+        optimizer={"distributed": True},
+    )
+    (found,) = rehearsed([(config, batch(2000, 150_000, 2), rank, 32)])
+    assert found["parameters"] > 2.2e9 and found["in schedule"] == {} and found["unplanned"] == {}
