@@ -286,6 +286,51 @@ def with_engine_layers(cases: list[tuple[RunConfig, list[Batch]]]) -> dict[str, 
     return {"outcomes": outcomes, "said": said, "seen": seen}
 
 
+def with_flash_attention(cases: list[tuple[RunConfig, list[Batch]]]) -> dict[str, list[Any]]:
+    """``one_step_each`` with every layer on flash attention, for whose kernel a reference stands; what it was told.
+
+    calls, plans  of attention; made of packs, each of which copies boundaries to the device
+    windows       of the calls
+    chunked       some queries had more keys than queries
+    stray         calls whose boundaries no plan holds
+    """
+    platform.prepare()
+    from torch.nn.attention import varlen as real
+
+    from vcpo_megatron.learner.batch import packing
+    from vcpo_megatron.learner.megatron import layer_specs
+    from vcpo_megatron.learner.megatron.attention_kernels import AttentionChoice
+
+    from . import varlen as stand_in
+
+    real.varlen_attn = stand_in.varlen_attn
+    layer_specs.choose_attention = lambda wanted, layer, device: AttentionChoice("flash")
+    plans: list[packing.AttentionPlan] = []
+    of = packing.AttentionPlan.of.__func__
+
+    def counted(cls: type, layout: Any, device: Any) -> Any:
+        plans.append(of(cls, layout, device))
+        return plans[-1]
+
+    packing.AttentionPlan.of = classmethod(counted)
+    outcomes, seen = [], []
+    for case in cases:
+        stand_in.CALLS.clear()
+        plans.clear()
+        outcomes += one_step_each([case])
+        boundaries = {plan.queries.data_ptr() for plan in plans}
+        seen.append(
+            {
+                "calls": len(stand_in.CALLS),
+                "plans": len(plans),
+                "windows": {call.window for call in stand_in.CALLS},
+                "chunked": any(n < m for call in stand_in.CALLS for n, m in call.lengths),
+                "stray": sum(call.boundaries not in boundaries for call in stand_in.CALLS),
+            }
+        )
+    return {"outcomes": outcomes, "seen": seen}
+
+
 def said_when_built(configs: list[RunConfig]) -> list[str]:
     """What rank 0 prints while the step of each configuration is built."""
     import contextlib

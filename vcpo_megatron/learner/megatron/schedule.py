@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from ..batch.packing import PackLayout
+from ..batch.packing import AttentionPlan
 from .layers import PackParams
 
 #: What a loss function returns to the schedule: the loss, a token count that is not used, nothing to report.
@@ -25,11 +25,10 @@ def as_loss(value: torch.Tensor) -> Loss:
 
 
 def forward_tokens(
-    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, layout: PackLayout
+    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, attention: AttentionPlan
 ) -> torch.Tensor:
     """This stage's output for this rank's tokens of trajectories laid end to end, tokens and positions int64 [T]."""
-    params = PackParams.of(layout, tokens.device)
-    return model(tokens[None], positions[None], None, packed_seq_params=params)
+    return model(tokens[None], positions[None], None, packed_seq_params=PackParams.of(attention))
 
 
 def run_schedule(

@@ -1,0 +1,78 @@
+"""Which kernel serves which layer on which device, as a table of literals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from vcpo_megatron.learner.megatron.attention_kernels import (
+    AttentionChoice,
+    AttentionDevice,
+    AttentionLayer,
+    choose_attention,
+    describe,
+)
+
+PLAIN = AttentionLayer(128, 128, "bfloat16")
+CPU = AttentionDevice()
+H100 = AttentionDevice((9, 0), transformer_engine=True, varlen=True)
+BARE, A100, T4 = replace(H100, transformer_engine=False), replace(H100, capability=(8, 0)), AttentionDevice((7, 5))
+OLD_TORCH = replace(BARE, varlen=False)
+WINDOWED, CHUNKED = replace(PLAIN, window=4096), replace(PLAIN, context=4)
+FLOAT32, LATENT, WIDE = replace(PLAIN, dtype="float32"), replace(PLAIN, key_dim=192), replace(PLAIN, key_dim=320)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "layer", "device", "kernel", "reason"),
+    [
+        ("auto", PLAIN, H100, "transformer_engine", ""),
+        ("auto", PLAIN, AttentionDevice((10, 0), True, True), "transformer_engine", ""),
+        ("auto", PLAIN, A100, "flash", "TransformerEngine's kernels for packs need compute capability 9.0, not 8.0"),
+        ("auto", PLAIN, BARE, "flash", "TransformerEngine is not there"),
+        ("auto", WINDOWED, H100, "flash", "TransformerEngine's is not checked with sliding windows"),
+        ("auto", CHUNKED, H100, "flash", "TransformerEngine's is not checked with context parallelism"),
+        ("auto", LATENT, H100, "flash", "TransformerEngine's is not checked with latent attention"),
+        (
+            "auto",
+            AttentionLayer(256, 256, "bfloat16"),
+            H100,
+            "flash",
+            "TransformerEngine's takes heads of up to 128 dimensions in steps of 8, not 256",
+        ),
+        (
+            "auto",
+            AttentionLayer(100, 100, "bfloat16"),
+            H100,
+            "flash",
+            "TransformerEngine's takes heads of up to 128 dimensions in steps of 8, not 100",
+        ),
+        ("torch", PLAIN, H100, "flash", ""),
+        ("torch", WINDOWED, A100, "flash", ""),
+        ("torch", replace(CHUNKED, window=64), H100, "flash", ""),
+        ("torch", LATENT, H100, "flash", ""),
+        ("torch", WIDE, H100, "sdpa", "flash kernels take heads of up to 256 dimensions, not 320"),
+        ("auto", WIDE, H100, "sdpa", "flash kernels take heads of up to 256 dimensions, not 320"),
+        ("torch", PLAIN, T4, "sdpa", "flash kernels need compute capability 8.0, not 7.5"),
+        ("torch", PLAIN, OLD_TORCH, "sdpa", "this torch has no torch.nn.attention.varlen with windows; 2.11 has"),
+        ("auto", PLAIN, replace(OLD_TORCH, transformer_engine=True), "transformer_engine", ""),
+        ("auto", FLOAT32, H100, "sdpa", "flash kernels take 16 bits, not float32"),
+        ("auto", PLAIN, CPU, "sdpa", "no GPU"),
+        ("torch", FLOAT32, CPU, "sdpa", "no GPU"),
+        ("transformer_engine", PLAIN, H100, "transformer_engine", ""),
+        ("transformer_engine", PLAIN, CPU, "transformer_engine", ""),  # and refused where the layer is made
+    ],
+)
+def test_the_table(wanted: str, layer: AttentionLayer, device: AttentionDevice, kernel: str, reason: str) -> None:
+    found = choose_attention(wanted, layer, device)
+    assert (found.kernel, found.reason) == (kernel, reason)
+
+
+def test_the_log_names_kernels_and_reasons_once() -> None:
+    full, windowed = AttentionChoice("transformer_engine"), AttentionChoice("flash", "windows")
+    assert describe([full] * 3) == "TransformerEngine's kernels, a call a pack"
+    assert describe([windowed, full, windowed]) == (
+        "torch's flash attention, a call a pack in 2 of 3 layers (windows); "
+        "TransformerEngine's kernels, a call a pack in 1 of 3 layers"
+    )
+    assert describe([AttentionChoice("sdpa", "no GPU")]) == "torch's scaled dot product, a call a sequence (no GPU)"
