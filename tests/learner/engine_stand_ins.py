@@ -1,5 +1,7 @@
 """What stands for TransformerEngine's layers: Megatron's signatures of them, in plain torch.
 
+Linear layers hand their weight gradient on as the real ones do (2.11, module/linear.py): to autograd, in the dtype of
+the activations; fused, to ``main_grad``, with a tensor of anything for autograd; delayed, to a store, with nothing.
 Attention knows of a pack what TransformerEngine is told, the boundaries, and nothing else.
 """
 
@@ -16,18 +18,58 @@ LINEARS: list[tuple[str, bool, bool]] = []
 FORMATS: list[tuple[str, str, bool]] = []
 
 
+class WeightGradStore:
+    """Weight gradients that wait for ``pop``."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+
+    def delay_wgrad_compute(self) -> bool:
+        return self.enabled
+
+
+class _Product(torch.autograd.Function):
+    """x W^T, and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: nn.Parameter, x: Tensor, fused: bool, store: WeightGradStore) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.fused, ctx.store = weight, fused, store
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        gradient: Tensor | None = None
+        if ctx.store.delay_wgrad_compute():
+            ctx.store.waiting.append((inputs, rows))
+        elif ctx.fused:
+            weight.main_grad += rows.float().t() @ inputs.float()
+        else:
+            gradient = rows.t() @ inputs
+        if ctx.fused and hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+            gradient = torch.full_like(weight, torch.nan)
+        return gradient, grad @ weight, None, None
+
+
 class _Linear(nn.Module):
     kind = ""
 
     def __init__(self, input_size: int, output_size: int, config: Any, bias: bool, skip_bias_add: bool) -> None:
         super().__init__()
         LINEARS.append((self.kind, config.gradient_accumulation_fusion, config.disable_parameter_transpose_cache))
+        self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
+        self.wgrad_store = WeightGradStore(config.delay_wgrad_compute)
         assert not (bias and skip_bias_add)
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         self.bias = nn.Parameter(torch.empty(output_size, dtype=config.params_dtype)) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return nn.functional.linear(x, self.weight, self.bias), None
+        out = _Product.apply(self.weight, x, self.fuse_wgrad_accumulation, self.wgrad_store)
+        return out if self.bias is None else out + self.bias, None
 
 
 class ColumnLinear(_Linear):

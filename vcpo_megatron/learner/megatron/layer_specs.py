@@ -58,8 +58,10 @@ def engine_options(model: ModelConfig) -> dict[str, Any]:
     if model.transformer_impl == "local":
         return {}
     return {
-        # a product that is added to the gradient buffer would pass by the hook that separates it
+        # a product that is added to the gradient buffer, or formed after the backward, would pass by the hook that
+        # separates it
         "gradient_accumulation_fusion": False,
+        "delay_wgrad_compute": False,
         # nothing about the weights is kept from one micro-batch to the next
         "disable_parameter_transpose_cache": True,
     }
