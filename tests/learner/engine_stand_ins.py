@@ -2,7 +2,7 @@
 
 Linear layers hand their weight gradient on as the real ones do (2.11, module/linear.py): to autograd, in the dtype of
 the activations; fused, to ``main_grad``, with a tensor of anything for autograd; delayed, to a store, with nothing.
-Attention knows of a pack what TransformerEngine is told, the boundaries, and nothing else.
+Attention and rotary positions know of a pack what TransformerEngine is told, the boundaries, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 LINEARS: list[tuple[str, bool, bool]] = []
 #: (format, mask, largest length agrees with the boundaries) of every call of attention.
 FORMATS: list[tuple[str, str, bool]] = []
+#: Context-parallel ranks of every call of rotary positions.
+TURNS: list[int] = []
 
 
 class WeightGradStore:
@@ -160,3 +162,23 @@ class Attention(nn.Module):
         logits = torch.einsum("qhd,khd->hqk", query, k) * self._scale
         weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v).reshape(len(query), -1)
+
+
+def turn(t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False) -> Tensor:
+    """t [s, b, heads, d] turned by the angles [s, 1, 1, d]: the first half of the dimensions against the second."""
+    assert freqs.dtype is torch.float32 and len(freqs) >= len(t) and not transpose_output_memory and not interleaved
+    TURNS.append(1)
+    angles, (first, second) = freqs[: len(t)], t.float().chunk(2, -1)
+    return (t.float() * angles.cos() + torch.cat([-second, first], -1) * angles.sin()).to(t.dtype)
+
+
+def turn_packed(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+    """t [tokens, heads, d]; a context-parallel rank holds two chunks of every sequence."""
+    assert cu_seqlens.dtype is torch.int32
+    pieces = []
+    for piece, length in zip(t.split((cu_seqlens.diff() // cp_size).tolist()), cu_seqlens.diff().tolist(), strict=True):
+        parts = torch.arange(length).chunk(2 * cp_size) if cp_size > 1 else (torch.arange(length),)
+        positions = torch.cat([parts[cp_rank], parts[2 * cp_size - 1 - cp_rank]]) if cp_size > 1 else parts[0]
+        pieces.append(turn(piece[:, None], freqs[positions])[:, 0])
+    TURNS.append(cp_size)
+    return torch.cat(pieces)

@@ -267,10 +267,16 @@ def with_engine_layers(cases: list[tuple[RunConfig, list[Batch]]]) -> dict[str, 
     import io
 
     platform.prepare()
+    from megatron.core.models.common.embeddings import rope_utils
+
     from vcpo_megatron.learner.megatron import layer_specs
+    from vcpo_megatron.learner.megatron.attention_kernels import AttentionDevice
 
     from . import engine_stand_ins as stand_ins
 
+    layer_specs.attention_device = lambda: AttentionDevice(transformer_engine=True)
+    rope_utils.fused_apply_rotary_pos_emb = stand_ins.turn
+    rope_utils.fused_apply_rotary_pos_emb_thd = stand_ins.turn_packed
     layer_specs.engine_layers = lambda: layer_specs.EngineLayers(
         stand_ins.ColumnLinear, stand_ins.RowLinear, stand_ins.Attention
     )
@@ -279,10 +285,11 @@ def with_engine_layers(cases: list[tuple[RunConfig, list[Batch]]]) -> dict[str, 
         text = io.StringIO()
         stand_ins.LINEARS.clear()
         stand_ins.FORMATS.clear()
+        stand_ins.TURNS.clear()
         with contextlib.redirect_stdout(text):
             outcomes += one_step_each([case])
         said.append(text.getvalue())
-        seen.append((set(stand_ins.LINEARS), set(stand_ins.FORMATS)))
+        seen.append((set(stand_ins.LINEARS), set(stand_ins.FORMATS), bool(stand_ins.TURNS)))
     return {"outcomes": outcomes, "said": said, "seen": seen}
 
 

@@ -1,5 +1,7 @@
 """Which layers are built, and that TransformerEngine's places in the model are filled right: the oracle's step.
 
+Layers, attention and rotary positions of the same signatures stand for its own.
+
 TransformerEngine itself needs a GPU: ``tests/gpu/run.py`` compares its layers with ours.
 """
 
@@ -23,6 +25,8 @@ OTHERS = [
     ("moe", ATTENTION, {"expert": 2}, {}),
     ("qwen3", ATTENTION, {"pipeline": 2, "virtual_pipeline": 2}, {"opob_mode": "deferred"}),
     ("qwen3", {**MATRICES, **ATTENTION, "recompute": "selective"}, {"pipeline": 2}, {"opob_mode": "deferred"}),
+    ("windowed", {}, {"context": 2}, {}),
+    ("latent", {}, {**SP, "expert": 2}, {}),
 ]
 
 
@@ -40,12 +44,13 @@ def test_engines_layers_take_the_step_of_the_oracle(rows: list[Any], tmp_path: P
     ]
     found = run_world(2, "learner.run_layouts:with_engine_layers", {"cases": cases}, timeout_s=400, alone=True)
     told = zip(rows, cases, found["outcomes"], found["said"], found["seen"], strict=True)
-    for (family, model, *_), (config, (batch,)), outcome, said, (linears, formats) in told:
+    for (family, model, *_), (config, (batch,)), outcome, said, (linears, formats, turned) in told:
         assert_equals_the_oracle(outcome, oracle_step(models[family], batch, config))
         alone, fused = "transformer_impl" in model, "core_attention" in model
         assert ("packing: one trajectory a micro-batch" in said) == alone
         assert linears == ({("column", False, True), ("row", False, True)} if alone else set())
         assert formats == ({("thd", "causal", True)} if fused else set())
+        assert turned == (family != "latent")  # rotary positions are its own wherever it is there
 
 
 def test_a_machine_without_it_says_so_before_a_layer_is_built(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@
                                           transformer_engine  TransformerEngine's, unfused: one trajectory a micro-batch
     model.core_attention     attention    over packs, as the table of ``attention_kernels`` has it: TransformerEngine's
                                           kernels, or torch's (``attention``)
-                             norms        ours in every case
+                             rope         TransformerEngine's kernel where it is there, but for latent attention
+                             norms        ours in every case: torch's kernel, and in a pack the weight's gradient apart
 
 TransformerEngine's linear layers are of a kind that ``gradients.attach`` does not know: its fallback serves them.
 Its attention has no parameters: any choice of it leaves packs as they are.
@@ -27,7 +28,14 @@ from ...config.schema import ModelConfig
 from ...models.shape import ModelShape
 from . import platform
 from .attention import FlashPackedAttention, PackedAttention, has_varlen
-from .attention_kernels import AttentionChoice, AttentionDevice, AttentionKernel, AttentionLayer, choose_attention
+from .attention_kernels import (
+    AttentionChoice,
+    AttentionDevice,
+    AttentionKernel,
+    AttentionLayer,
+    choose_attention,
+    describe,
+)
 from .latent import LatentNorm, LatentSelfAttention
 from .layers import RMSNorm
 
@@ -95,6 +103,18 @@ def attention_choices(config: TransformerConfig, model: ModelConfig, shape: Mode
         )
         for layer in range(shape.num_layers)
     ]
+
+
+def rope_is_fused(shape: ModelShape) -> bool:
+    """Whether queries and keys are turned by TransformerEngine's kernel, which reads no boundaries on the host and knows
+    no scaled cosines, as latent attention has them."""
+    return shape.latent is None and attention_device().transformer_engine
+
+
+def describe_kernels(config: TransformerConfig, model: ModelConfig, shape: ModelShape) -> str:
+    """A line for the log: what computes attention and rotary positions."""
+    attention = describe(attention_choices(config, model, shape))
+    return f"attention: {attention}; rope: {'TransformerEngine' if config.apply_rope_fusion else 'Megatron'}'s"
 
 
 def block_spec(
