@@ -126,8 +126,8 @@ def test_transformer_engines_layers_wait_for_a_check_on_the_gpu() -> None:
         return [row.text for row in found if row.name == "transformer engine"]
 
     assert told(False, False) == []
-    assert told(False, True) == ["not installed: its layers and attention cannot be chosen"]
-    assert told(True, False) == ["installed and needs a GPU: its layers cannot be chosen"]
+    assert told(False, True) == ["not installed: attention is torch's flash kernel"]
+    assert told(True, False) == ["installed and needs a GPU: not used"]
     (text,) = told(True, True)
-    assert 'core_attention = "transformer_engine": several trajectories a micro-batch' in text
-    assert 'transformer_impl = "transformer_engine": one. Neither has passed on a GPU' in text
+    assert text.startswith("attention, rope and Adam are its kernels;")
+    assert 'transformer_impl = "transformer_engine" takes its linear layers, too: one trajectory a micro-batch' in text

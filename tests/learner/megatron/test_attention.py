@@ -119,9 +119,7 @@ def test_the_call_fits_the_installed_torch() -> None:
 
 def test_an_older_torch_is_asked_without_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_2_11(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, scale: float, window_size: Any) -> Tensor:
-        return stand_in.varlen_attn(
-            query, key, value, *lengths, scale=scale, window_size=window_size, enable_gqa=True
-        )
+        return stand_in.varlen_attn(query, key, value, *lengths, scale=scale, window_size=window_size, enable_gqa=True)
 
     monkeypatch.setattr(varlen, "varlen_attn", of_2_11)
     assert has_varlen()

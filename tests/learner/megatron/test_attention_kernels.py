@@ -17,6 +17,7 @@ from vcpo_megatron.learner.megatron.attention_kernels import (
 PLAIN = AttentionLayer(128, 128, "bfloat16")
 CPU = AttentionDevice()
 H100 = AttentionDevice((9, 0), transformer_engine=True, varlen=True)
+B200 = replace(H100, capability=(10, 0))
 BARE, A100, T4 = replace(H100, transformer_engine=False), replace(H100, capability=(8, 0)), AttentionDevice((7, 5))
 OLD_TORCH = replace(BARE, varlen=False)
 WINDOWED, CHUNKED = replace(PLAIN, window=4096), replace(PLAIN, context=4)
@@ -27,7 +28,15 @@ FLOAT32, LATENT, WIDE = replace(PLAIN, dtype="float32"), replace(PLAIN, key_dim=
     ("wanted", "layer", "device", "kernel", "reason"),
     [
         ("auto", PLAIN, H100, "transformer_engine", ""),
-        ("auto", PLAIN, AttentionDevice((10, 0), True, True), "transformer_engine", ""),
+        ("auto", PLAIN, B200, "transformer_engine", ""),
+        ("auto", PLAIN, replace(H100, deterministic=True), "transformer_engine", ""),
+        (
+            "auto",
+            PLAIN,
+            replace(B200, deterministic=True),
+            "flash",
+            "TransformerEngine's is not deterministic on Blackwell",
+        ),
         ("auto", PLAIN, A100, "flash", "TransformerEngine's kernels for packs need compute capability 9.0, not 8.0"),
         ("auto", PLAIN, BARE, "flash", "TransformerEngine is not there"),
         ("auto", WINDOWED, H100, "flash", "TransformerEngine's is not checked with sliding windows"),

@@ -61,10 +61,8 @@ class PackedAttention(MegatronModule):
         return self._attend(query, key, value, plan).reshape(query.shape[0], -1)
 
     def _all_ranks(self, x: Tensor) -> Tensor:
-        """Rows of every context-parallel rank, one rank's after another's; their gradients are summed over the ranks."""
-        return gather_from_sequence_parallel_region(
-            x.contiguous(), tensor_parallel_output_grad=True, group=self._group
-        )
+        """Rows of all context-parallel ranks, one rank's after another's; their gradients are summed over the ranks."""
+        return gather_from_sequence_parallel_region(x.contiguous(), tensor_parallel_output_grad=True, group=self._group)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
         """[T, heads, v]; the spans of keys and values lie end to end, as those of queries do."""
@@ -95,7 +93,7 @@ class FlashPackedAttention(PackedAttention):
         super().__init__(*arguments, **options)
         from torch.nn.attention import varlen
 
-        self._varlen = varlen
+        self._varlen: Any = varlen
         # torch 2.11 takes fewer key heads than query heads unasked; later ones want to be told
         self._options = {"enable_gqa": True} if "enable_gqa" in _parameters(varlen.varlen_attn) else {}
         # the tokens before the own one that are seen, and those after it

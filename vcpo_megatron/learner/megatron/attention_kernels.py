@@ -1,12 +1,12 @@
 """Which kernel computes the attention of which layer on which device: one table, without torch.
 
-    transformer_engine  cuDNN's fused attention through TransformerEngine: one call a layer and pack, told the boundaries
-                        of its sequences. Hopper and later; plain causal attention of equal heads, no context parallelism
-    flash               torch's variable-length flash attention (``torch.nn.attention.varlen``): one call a layer and pack,
-                        also for windows, for the chunks of context parallelism, and for heads of unequal size, whose
-                        smaller part is filled up with zeros. Ampere and later, 16 bits
-    sdpa                torch's scaled dot product, a call a sequence, with a mask wherever causal attention is not plain:
-                        CPUs, float32, and what the others do not take
+    transformer_engine  cuDNN's fused attention through TransformerEngine: one call a layer and pack, told where
+                        sequences begin. Hopper and later; plain causal attention of equal heads, no context parallelism
+    flash               torch's variable-length flash attention (``torch.nn.attention.varlen``): one call a layer and
+                        pack, also for windows, for the chunks of context parallelism, and for heads of unequal size,
+                        whose smaller part is filled up with zeros. Ampere and later, 16 bits
+    sdpa                torch's scaled dot product, a call a sequence, with a mask wherever causal attention is not
+                        plain: CPUs, float32, and what the others do not take
 
 ``model.core_attention``: "torch" leaves the first out, "auto" takes the first that serves, from the top; by name
 TransformerEngine's is taken or refused (``config.checks.transformer_engine``), never replaced.
@@ -42,11 +42,13 @@ class AttentionLayer:
 @dataclass(frozen=True)
 class AttentionDevice:
     """What a rank runs on. ``capability`` of its GPU, None without one; ``transformer_engine``: it can be imported;
-    ``varlen``: this torch has the variable-length call with windows, which came with 2.11."""
+    ``varlen``: this torch has the variable-length call with windows, which came with 2.11; ``deterministic``: torch was
+    told to use deterministic algorithms only."""
 
     capability: tuple[int, int] | None = None
     transformer_engine: bool = False
     varlen: bool = False
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def _against_engine(layer: AttentionLayer, device: AttentionDevice, capability: 
         return "TransformerEngine is not there"
     if capability < (9, 0):
         return f"TransformerEngine's kernels for packs need compute capability 9.0, not {_dotted(capability)}"
+    if device.deterministic and capability >= (10, 0):
+        return "TransformerEngine's is not deterministic on Blackwell"
     if layer.context > 1:
         return "TransformerEngine's is not checked with context parallelism"
     if layer.window is not None:

@@ -5,7 +5,7 @@
     model.core_attention     attention    over packs, as the table of ``attention_kernels`` has it: TransformerEngine's
                                           kernels, or torch's (``attention``)
                              rope         TransformerEngine's kernel where it is there, but for latent attention
-                             norms        ours in every case: torch's kernel, and in a pack the weight's gradient apart
+                             norms        ours in every case: TransformerEngine's sums the gradient over a pack
 
 TransformerEngine's linear layers are of a kind that ``gradients.attach`` does not know: its fallback serves them.
 Its attention has no parameters: any choice of it leaves packs as they are.
@@ -81,7 +81,12 @@ def attention_device() -> AttentionDevice:
         return AttentionDevice()
     from megatron.core.extensions import transformer_engine as engine
 
-    return AttentionDevice(torch.cuda.get_device_capability(), bool(engine.HAVE_TE), has_varlen())
+    return AttentionDevice(
+        capability=torch.cuda.get_device_capability(),
+        transformer_engine=bool(engine.HAVE_TE),
+        varlen=has_varlen(),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def attention_choices(config: TransformerConfig, model: ModelConfig, shape: ModelShape) -> list[AttentionChoice]:
@@ -106,8 +111,8 @@ def attention_choices(config: TransformerConfig, model: ModelConfig, shape: Mode
 
 
 def rope_is_fused(shape: ModelShape) -> bool:
-    """Whether queries and keys are turned by TransformerEngine's kernel, which reads no boundaries on the host and knows
-    no scaled cosines, as latent attention has them."""
+    """Whether queries and keys are turned by TransformerEngine's kernel, for which the host reads nothing. It knows no
+    scaled cosines, which latent attention has."""
     return shape.latent is None and attention_device().transformer_engine
 
 
