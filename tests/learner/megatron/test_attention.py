@@ -117,6 +117,23 @@ def test_the_call_fits_the_installed_torch() -> None:
     assert has_varlen()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torchs_own_call_reads_nothing_on_the_host(ranks: int) -> None:
+    """On tensors without storage the real operation is registered, forward and backward; a read of numbers raises."""
+    nowhere = torch.device("meta")
+    plan = AttentionPlan.of(PackLayout.of(LENGTHS[ranks], Share(0, ranks)), nowhere)
+    attention = module(FlashPackedAttention, 9, ranks, None)
+    if ranks > 1:
+        attention._group = object()
+        attention._all_ranks = lambda x: torch.cat([x, x])  # type: ignore[method-assign]
+    tokens = sum(LENGTHS[ranks]) // ranks
+    inputs = [torch.randn(tokens, n, d, device=nowhere).requires_grad_() for n, d in ((4, 12), (2, 12), (2, 10))]
+    out = attention(*inputs, None, packed_seq_params=PackParams.of(plan))
+    assert out.shape == (tokens, 40)
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    assert [g.shape for g in gradients] == [x.shape for x in inputs]
+
+
 def test_an_older_torch_is_asked_without_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_2_11(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, scale: float, window_size: Any) -> Tensor:
         return stand_in.varlen_attn(query, key, value, *lengths, scale=scale, window_size=window_size, enable_gqa=True)

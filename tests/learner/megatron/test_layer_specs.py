@@ -8,9 +8,15 @@ TransformerEngine itself needs a GPU: ``tests/gpu/run.py`` compares its layers w
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from vcpo_megatron.learner.megatron import layer_specs
+from vcpo_megatron.learner.megatron.attention_kernels import AttentionDevice
+from vcpo_megatron.models.folder import read_model
 
 from ..scenarios import make_batch, make_config, make_model_folder, oracle_step
 from ..test_layouts import assert_equals_the_oracle
@@ -58,3 +64,29 @@ def test_a_machine_without_it_says_so_before_a_layer_is_built(tmp_path: Path) ->
     config = make_config(model, 1, model=ATTENTION)
     message = run_world(1, "learner.run_layouts:refusal_to_build", {"config": config}, alone=True)
     assert message.startswith("TransformerEngine cannot be imported, or has no GPU to run on: use model.")
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted", "context", "expected"),
+    [
+        ("qwen2", "auto", 1, ["transformer_engine"] * 4),
+        ("windowed", "auto", 1, ["transformer_engine", "flash", "flash", "flash"]),  # windows from layer 1 on
+        ("windowed", "torch", 1, ["flash"] * 4),
+        ("qwen2", "auto", 2, ["flash"] * 4),
+        ("latent", "auto", 1, ["flash"] * 4),  # keys of 14 dimensions, values of 10
+    ],
+)
+def test_every_layer_of_a_model_has_its_kernel(
+    family: str, wanted: str, context: int, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an H100 with TransformerEngine."""
+    monkeypatch.setattr(layer_specs, "attention_device", lambda: AttentionDevice((9, 0), True, True))
+    shape = read_model(make_model_folder(tmp_path, family))
+    config: Any = SimpleNamespace(
+        params_dtype=torch.bfloat16, context_parallel_size=context, apply_rope_fusion=layer_specs.rope_is_fused(shape)
+    )
+    model: Any = SimpleNamespace(core_attention=wanted)
+    assert [choice.kernel for choice in layer_specs.attention_choices(config, model, shape)] == expected
+    said = layer_specs.describe_kernels(config, model, shape)
+    assert said.startswith("attention: ") and "\n" not in said
+    assert said.endswith("; rope: " + ("Megatron's" if family == "latent" else "TransformerEngine's"))
