@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.messages import assert_names
 from vcpo_megatron.learner.megatron import layer_specs
 from vcpo_megatron.learner.megatron.attention_kernels import AttentionDevice
 from vcpo_megatron.models.folder import read_model
-
-from tests.messages import assert_names
 
 from ..scenarios import make_batch, make_config, make_model_folder, oracle_step
 from ..test_layouts import assert_equals_the_oracle
