@@ -1,6 +1,8 @@
 """What stands for TransformerEngine's layers: Megatron's signatures of them, in plain torch.
 
-Attention knows of a pack what TransformerEngine is told, the boundaries, and nothing else.
+Linear layers hand their weight gradient on as the real ones do (2.11, module/linear.py): to autograd, in the dtype of
+the activations; fused, to ``main_grad``, with a tensor of anything for autograd; delayed, to a store, with nothing.
+Attention and rotary positions know of a pack what TransformerEngine is told, the boundaries, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +16,45 @@ from torch import Tensor, nn
 LINEARS: list[tuple[str, bool, bool]] = []
 #: (format, mask, largest length agrees with the boundaries) of every call of attention.
 FORMATS: list[tuple[str, str, bool]] = []
+#: Context-parallel ranks of every call of rotary positions.
+TURNS: list[int] = []
+
+
+class WeightGradStore:
+    """Weight gradients that wait for ``pop``."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+
+    def delay_wgrad_compute(self) -> bool:
+        return self.enabled
+
+
+class _Product(torch.autograd.Function):
+    """x W^T, and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: nn.Parameter, x: Tensor, fused: bool, store: WeightGradStore) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.fused, ctx.store = weight, fused, store
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        gradient: Tensor | None = None
+        if ctx.store.delay_wgrad_compute():
+            ctx.store.waiting.append((inputs, rows))
+        elif ctx.fused:
+            weight.main_grad += rows.float().t() @ inputs.float()
+        else:
+            gradient = rows.t() @ inputs
+        if ctx.fused and hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+            gradient = torch.full_like(weight, torch.nan)
+        return gradient, grad @ weight, None, None
 
 
 class _Linear(nn.Module):
@@ -22,12 +63,15 @@ class _Linear(nn.Module):
     def __init__(self, input_size: int, output_size: int, config: Any, bias: bool, skip_bias_add: bool) -> None:
         super().__init__()
         LINEARS.append((self.kind, config.gradient_accumulation_fusion, config.disable_parameter_transpose_cache))
+        self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
+        self.wgrad_store = WeightGradStore(config.delay_wgrad_compute)
         assert not (bias and skip_bias_add)
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         self.bias = nn.Parameter(torch.empty(output_size, dtype=config.params_dtype)) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return nn.functional.linear(x, self.weight, self.bias), None
+        out = _Product.apply(self.weight, x, self.fuse_wgrad_accumulation, self.wgrad_store)
+        return out if self.bias is None else out + self.bias, None
 
 
 class ColumnLinear(_Linear):
@@ -118,3 +162,23 @@ class Attention(nn.Module):
         logits = torch.einsum("qhd,khd->hqk", query, k) * self._scale
         weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v).reshape(len(query), -1)
+
+
+def turn(t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False) -> Tensor:
+    """t [s, b, heads, d] turned by the angles [s, 1, 1, d]: the first half of the dimensions against the second."""
+    assert freqs.dtype is torch.float32 and len(freqs) >= len(t) and not transpose_output_memory and not interleaved
+    TURNS.append(1)
+    angles, (first, second) = freqs[: len(t)], t.float().chunk(2, -1)
+    return (t.float() * angles.cos() + torch.cat([-second, first], -1) * angles.sin()).to(t.dtype)
+
+
+def turn_packed(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+    """t [tokens, heads, d]; a context-parallel rank holds two chunks of every sequence."""
+    assert cu_seqlens.dtype is torch.int32
+    pieces = []
+    for piece, length in zip(t.split((cu_seqlens.diff() // cp_size).tolist()), cu_seqlens.diff().tolist(), strict=True):
+        parts = torch.arange(length).chunk(2 * cp_size) if cp_size > 1 else (torch.arange(length),)
+        positions = torch.cat([parts[cp_rank], parts[2 * cp_size - 1 - cp_rank]]) if cp_size > 1 else parts[0]
+        pieces.append(turn(piece[:, None], freqs[positions])[:, 0])
+    TURNS.append(cp_size)
+    return torch.cat(pieces)

@@ -42,7 +42,7 @@ def logits_each(cases: list[tuple[RunConfig, str | None]]) -> list[dict[str, Any
 
 def _logits(chunks: Any, prompt: torch.Tensor, parallel: Any, size: int) -> torch.Tensor:
     """float32 [T, V] on every rank, padding cut off."""
-    from vcpo_megatron.learner.batch.packing import PackLayout
+    from vcpo_megatron.learner.batch.packing import AttentionPlan, PackLayout
     from vcpo_megatron.learner.megatron.schedule import as_loss, forward_tokens, run_schedule
 
     found: list[torch.Tensor] = []
@@ -54,8 +54,8 @@ def _logits(chunks: Any, prompt: torch.Tensor, parallel: Any, size: int) -> torc
         return as_loss(output.new_zeros(()))
 
     def forward(_: None, stage: Any):  # noqa: ANN202
-        layout = PackLayout.of([len(prompt)], parallel.share)
-        return forward_tokens(stage, prompt, torch.arange(len(prompt)), layout), collect
+        attention = AttentionPlan.of(PackLayout.of([len(prompt)], parallel.share), prompt.device)
+        return forward_tokens(stage, prompt, torch.arange(len(prompt)), attention), collect
 
     with torch.no_grad():
         run_schedule(chunks, [None], forward, lengths=[len(prompt)], forward_only=True)

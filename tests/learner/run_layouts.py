@@ -267,10 +267,16 @@ def with_engine_layers(cases: list[tuple[RunConfig, list[Batch]]]) -> dict[str, 
     import io
 
     platform.prepare()
+    from megatron.core.models.common.embeddings import rope_utils
+
     from vcpo_megatron.learner.megatron import layer_specs
+    from vcpo_megatron.learner.megatron.attention_kernels import AttentionDevice
 
     from . import engine_stand_ins as stand_ins
 
+    layer_specs.attention_device = lambda: AttentionDevice(transformer_engine=True)
+    rope_utils.fused_apply_rotary_pos_emb = stand_ins.turn
+    rope_utils.fused_apply_rotary_pos_emb_thd = stand_ins.turn_packed
     layer_specs.engine_layers = lambda: layer_specs.EngineLayers(
         stand_ins.ColumnLinear, stand_ins.RowLinear, stand_ins.Attention
     )
@@ -279,11 +285,57 @@ def with_engine_layers(cases: list[tuple[RunConfig, list[Batch]]]) -> dict[str, 
         text = io.StringIO()
         stand_ins.LINEARS.clear()
         stand_ins.FORMATS.clear()
+        stand_ins.TURNS.clear()
         with contextlib.redirect_stdout(text):
             outcomes += one_step_each([case])
         said.append(text.getvalue())
-        seen.append((set(stand_ins.LINEARS), set(stand_ins.FORMATS)))
+        seen.append((set(stand_ins.LINEARS), set(stand_ins.FORMATS), bool(stand_ins.TURNS)))
     return {"outcomes": outcomes, "said": said, "seen": seen}
+
+
+def with_flash_attention(cases: list[tuple[RunConfig, list[Batch]]]) -> dict[str, list[Any]]:
+    """``one_step_each`` with every layer on flash attention, for whose kernel a reference stands; what it was told.
+
+    calls, plans  of attention; made of packs, each of which copies boundaries to the device
+    windows       of the calls
+    chunked       some queries had more keys than queries
+    stray         calls whose boundaries no plan holds
+    """
+    platform.prepare()
+    from torch.nn.attention import varlen as real
+
+    from vcpo_megatron.learner.batch import packing
+    from vcpo_megatron.learner.megatron import layer_specs
+    from vcpo_megatron.learner.megatron.attention_kernels import AttentionChoice
+
+    from . import varlen as stand_in
+
+    real.varlen_attn = stand_in.varlen_attn
+    layer_specs.choose_attention = lambda wanted, layer, device: AttentionChoice("flash")
+    plans: list[packing.AttentionPlan] = []
+    of = packing.AttentionPlan.of.__func__
+
+    def counted(cls: type, layout: Any, device: Any) -> Any:
+        plans.append(of(cls, layout, device))
+        return plans[-1]
+
+    packing.AttentionPlan.of = classmethod(counted)
+    outcomes, seen = [], []
+    for case in cases:
+        stand_in.CALLS.clear()
+        plans.clear()
+        outcomes += one_step_each([case])
+        boundaries = {plan.queries.data_ptr() for plan in plans}
+        seen.append(
+            {
+                "calls": len(stand_in.CALLS),
+                "plans": len(plans),
+                "windows": {call.window for call in stand_in.CALLS},
+                "chunked": any(n < m for call in stand_in.CALLS for n, m in call.lengths),
+                "stray": sum(call.boundaries not in boundaries for call in stand_in.CALLS),
+            }
+        )
+    return {"outcomes": outcomes, "seen": seen}
 
 
 def said_when_built(configs: list[RunConfig]) -> list[str]:

@@ -78,7 +78,7 @@ class ReferenceStep:
                 weight = float(importance.truncated_weights(ratio, self._config.algorithm.is_threshold))
                 return as_loss(-(weight * coefficient) * torch.where(pack.mask, logprobs, 0.0).sum())
 
-            return forward_tokens(model, pack.tokens, pack.positions, pack.layout), loss
+            return forward_tokens(model, pack.tokens, pack.positions, pack.attention), loss
 
         run_schedule(self._trainable.wrapped, [pack], forward, lengths=[pack.length], forward_only=False)
         return found[0]

@@ -60,8 +60,9 @@ class ModelConfig(Section):
     transformer_impl: Literal["local", "transformer_engine"] = Field(
         "local", description="whose linear layers: Megatron's; or TransformerEngine's, one trajectory a micro-batch"
     )
-    core_attention: Literal["torch", "transformer_engine"] = Field(
-        "torch", description="attention over packs: torch's scaled dot product, or TransformerEngine's fused kernels"
+    core_attention: Literal["auto", "torch", "transformer_engine"] = Field(
+        "auto",
+        description="kernels of attention over packs: TransformerEngine's, torch's, or the fastest that serves a layer",
     )
 
 

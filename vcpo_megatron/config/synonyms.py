@@ -297,7 +297,12 @@ _VALUES: dict[str, dict[str, str]] = {
         "torch.float32": "float32",
     },
     "model.recompute": {"block": "full", "uniform": "full", "core_attn": "selective"},
-    "model.core_attention": {"flash": "transformer_engine", "flash_attention_2": "transformer_engine", "sdpa": "torch"},
+    "model.core_attention": {
+        "flash": "torch",
+        "flash_attention_2": "torch",
+        "fused": "transformer_engine",
+        "sdpa": "torch",
+    },
     "optimizer.schedule": {
         "linear": "wsd",
         "constant_with_warmup": "constant",

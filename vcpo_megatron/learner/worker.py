@@ -48,6 +48,7 @@ from ..weight_sync.probe import probe_tokens
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.exports import Exports
 from .megatron import platform
+from .megatron.layer_specs import describe_kernels
 from .megatron.parallel import Parallel, initialize
 from .megatron.scoring import score_tokens
 from .megatron.training import build_trainable
@@ -79,6 +80,8 @@ class Worker:
         self._set_doing(f"builds the model and loads {config.model.path}")
         trainable = build_trainable(config, self._parallel, load=initial)
         self._trainable = trainable
+        if self._parallel.rank == 0:
+            print(describe_kernels(trainable.chunks[0].config, config.model, trainable.shape), flush=True)
         self._step = VcpoStep(config, self._parallel, trainable, abort_requested=self._abort_requested)
         self._checkpoints = Checkpoints(config, context.directory, self._parallel, trainable)
         if context.resume_step is not None:

@@ -169,19 +169,20 @@ def _kernels(installed: InstalledKernels, *, gpu: bool) -> Iterator[Finding]:
 
 def _layers(installed: InstalledKernels, *, gpu: bool) -> Iterator[Finding]:
     """Which layers the learner can build, and how many trajectories a micro-batch they take."""
-    yield Finding("ok", "layers", "Megatron's local ones, several trajectories a micro-batch, torch's attention")
+    whose = "TransformerEngine" if installed.transformer_engine and gpu else "torch"
+    yield Finding("ok", "layers", f"Megatron's local ones, several trajectories a micro-batch, {whose}'s attention")
     if not installed.transformer_engine:
         if gpu:
-            yield Finding("note", "transformer engine", "not installed: its layers and attention cannot be chosen")
+            yield Finding("note", "transformer engine", "not installed: attention is torch's flash kernel")
     elif not gpu:
-        yield Finding("note", "transformer engine", "installed and needs a GPU: its layers cannot be chosen")
+        yield Finding("note", "transformer engine", "installed and needs a GPU: not used")
     else:
         yield Finding(
             "note",
             "transformer engine",
-            'model.core_attention = "transformer_engine": several trajectories a '
-            'micro-batch; model.transformer_impl = "transformer_engine": one. Neither has passed on a GPU: run '
-            "tests/gpu/run.py --only TransformerEngine here first",
+            'attention, rope and Adam are its kernels; model.core_attention = "torch" leaves the first out. '
+            'model.transformer_impl = "transformer_engine" takes its linear layers, too: one trajectory a micro-batch. '
+            "None has passed on a GPU: run tests/gpu/run.py --only TransformerEngine here first",
         )
 
 

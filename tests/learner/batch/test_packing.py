@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vcpo_megatron.learner.batch.packing import (
+    AttentionPlan,
     PackLayout,
     Sample,
     Share,
@@ -80,6 +81,29 @@ def test_what_sequence_parallelism_must_divide_is_a_sequence_of_its_own() -> Non
     assert PackLayout.of([5], Share(), at_least=9).lengths == (5, 4)
     assert PackLayout.of([], Share(1, 2, 1)).lengths == (4,)
     assert PackLayout.of([], Share()).lengths == (1,)
+
+
+def test_a_sequence_attends_to_itself_alone() -> None:
+    plan = AttentionPlan.of(PackLayout.of([5, 2], Share(multiple=4)), torch.device("cpu"))
+    assert plan.spans == ((5, 5), (2, 2), (1, 1)) and plan.rows is None
+    assert plan.queries.tolist() == plan.keys.tolist() == plan.sequences.tolist() == [0, 5, 7, 8]
+    assert (plan.longest_queries, plan.longest_keys, plan.longest) == (5, 5, 5)
+    assert plan.queries.dtype == plan.keys.dtype == torch.int32
+
+
+def test_a_chunk_attends_to_the_prefix_that_ends_with_it() -> None:
+    """Two context ranks; 8 and 4 tokens in chunks of 2 and 1. Rows 0 to 5 are rank 0's tokens, 6 to 11 rank 1's."""
+    first, second = (AttentionPlan.of(PackLayout.of([8, 4], Share(r, 2)), torch.device("cpu")) for r in (0, 1))
+    assert first.spans == ((2, 2), (2, 8), (1, 1), (1, 4))
+    assert second.spans == ((2, 4), (2, 6), (1, 2), (1, 3))
+    assert first.queries.tolist() == second.queries.tolist() == [0, 2, 4, 5, 6]
+    assert (first.keys.tolist(), second.keys.tolist()) == ([0, 2, 10, 11, 15], [0, 4, 10, 12, 15])
+    # tokens 0 to 7 of the first sequence are rows 0, 1 (rank 0), 6 to 9 (rank 1), 2, 3 (rank 0)
+    assert first.rows is not None and second.rows is not None
+    assert first.rows.tolist() == [0, 1, *(0, 1, 6, 7, 8, 9, 2, 3), 4, *(4, 10, 11, 5)]
+    assert second.rows.tolist() == [0, 1, 6, 7, *(0, 1, 6, 7, 8, 9), 4, 10, *(4, 10, 11)]
+    assert first.sequences.tolist() == second.sequences.tolist() == [0, 8, 12]
+    assert (second.longest_queries, second.longest_keys, second.longest) == (2, 6, 8)
 
 
 def test_an_empty_pack_is_padding_alone() -> None:

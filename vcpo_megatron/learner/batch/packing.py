@@ -55,12 +55,14 @@ class PackLayout:
     lengths     padded length of every sequence, the one of padding at the end included; they sum to ``total``
     boundaries  sequence i holds the tokens boundaries[i] to boundaries[i+1] of THIS rank; padding is not listed
     take        int64 [total / C]: where in the whole pack the tokens of this rank are
+    ranks, rank  C, and which of them this is
     """
 
     lengths: tuple[int, ...]
     boundaries: tuple[int, ...]
     take: np.ndarray
     ranks: int
+    rank: int
 
     @property
     def total(self) -> int:
@@ -84,7 +86,7 @@ class PackLayout:
         lengths = (*padded, rest) if rest else tuple(padded)
         boundaries = np.concatenate([[0], np.cumsum(padded)]) // share.size
         take = np.concatenate(_chunks_of_rank(lengths, share)) if share.size > 1 else np.arange(sum(lengths))
-        return cls(lengths, tuple(int(b) for b in boundaries), take, share.size)
+        return cls(lengths, tuple(int(b) for b in boundaries), take, share.size, share.rank)
 
 
 def _chunks_of_rank(lengths: Sequence[int], share: Share) -> list[np.ndarray]:
@@ -95,6 +97,80 @@ def _chunks_of_rank(lengths: Sequence[int], share: Share) -> list[np.ndarray]:
         for chunk in (share.rank, 2 * share.size - 1 - share.rank):
             pieces.append(np.arange(start + chunk * size, start + (chunk + 1) * size))
     return pieces
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Which keys the queries of a context-parallel rank attend to, in the terms of causal variable-length kernels.
+
+    The rank's queries lie end to end in spans. A span of n queries has m keys, m >= n, and its query i sees the first
+    m - n + i + 1 of them: causal, with the ends aligned (kernels call it bottom right). Without context parallelism a
+    span is a sequence and its own keys; with it, a chunk, whose keys are the prefix of its sequence that ends with it.
+    So no mask is needed, and every length is known to the host.
+
+    spans      (n, m) of every span, in the order of the queries
+    queries, keys  int32 [spans + 1], on the device: where the spans begin, and where the last one ends
+    rows       int64 [sum of m], on the device: the keys, as rows of those of all ranks, one rank's after another's;
+               None where the keys of this rank are all there are
+    sequences  int32 [sequences + 1], on the device: where they begin and end, over the tokens of all ranks
+    longest    tokens of the longest sequence
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    queries: torch.Tensor
+    keys: torch.Tensor
+    rows: torch.Tensor | None
+    sequences: torch.Tensor
+    longest: int
+
+    @property
+    def longest_queries(self) -> int:
+        return max(n for n, _ in self.spans)
+
+    @property
+    def longest_keys(self) -> int:
+        return max(m for _, m in self.spans)
+
+    @classmethod
+    def of(cls, layout: PackLayout, device: torch.device) -> AttentionPlan:
+        """The plan of every layer that sees this pack: its tensors are copied to ``device`` here and nowhere else."""
+        spans = [(length, length) for length in layout.lengths]
+        rows = None
+        if layout.ranks > 1:
+            chunks = (layout.rank, 2 * layout.ranks - 1 - layout.rank)
+            sizes = [length // (2 * layout.ranks) for length in layout.lengths]
+            spans = [(size, (chunk + 1) * size) for size in sizes for chunk in chunks]
+            rows = torch.from_numpy(_prefix_rows(layout, chunks)).to(device)
+        sequences = _boundaries(layout.lengths, device)
+        return cls(
+            spans=tuple(spans),
+            queries=sequences if rows is None else _boundaries([n for n, _ in spans], device),
+            keys=sequences if rows is None else _boundaries([m for _, m in spans], device),
+            rows=rows,
+            sequences=sequences,
+            longest=max(layout.lengths),
+        )
+
+
+def _boundaries(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+
+
+def _prefix_rows(layout: PackLayout, chunks: Sequence[int]) -> np.ndarray:
+    """int64: of every sequence the prefixes that end with ``chunks``, as rows of the tokens of all ranks."""
+    held = [
+        piece for rank in range(layout.ranks) for piece in _chunks_of_rank(layout.lengths, Share(rank, layout.ranks))
+    ]
+    row = np.empty(layout.total, np.int64)
+    row[np.concatenate(held)] = np.arange(layout.total)
+    starts = np.cumsum([0, *layout.lengths])
+    return np.concatenate(
+        [
+            row[start : start + (chunk + 1) * length // (2 * layout.ranks)]
+            for start, length in zip(starts, layout.lengths, strict=False)
+            for chunk in chunks
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -112,6 +188,7 @@ class Pack:
     experts            int32   [T, layers, k], on the CPU, or None: experts that a server sent each token to, -1 where
                        nothing was recorded
     all_tokens, all_segments  int64 [C T], on the host: those of every context-parallel rank, one rank after another
+    attention          what attends to what
     samples            the n trajectories, in the order of the tokens
     step_samples       those of all ranks that work on the group in the same micro-step (expert parallelism);
                        this rank's are those from ``offset`` on
@@ -129,6 +206,7 @@ class Pack:
     all_tokens: np.ndarray
     all_segments: np.ndarray
     layout: PackLayout
+    attention: AttentionPlan
     step_samples: tuple[Sample, ...]
     offset: int
     experts: torch.Tensor | None = None
@@ -267,6 +345,7 @@ def make_pack(
         all_tokens=every(tokens),
         all_segments=every(segments),
         layout=layout,
+        attention=AttentionPlan.of(layout, device),
         step_samples=tuple(samples if step_samples is None else step_samples),
         offset=offset,
         experts=_experts(trajectories, layout),

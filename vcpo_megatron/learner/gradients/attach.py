@@ -17,7 +17,9 @@ What is recorded belongs to one pack, so several packs may be in flight in a pip
 A parameter of any other layer takes the per-sample fallback: one trajectory a micro-batch. The gradient that autograd
 finds for it there is that trajectory's own; a hook takes it, records its norm, and hands it to ``weight_gradients``
 like any other, and what autograd adds to the gradient buffer is zeros. Exact where a rank sees the whole trajectory and
-nothing of another one; any other layout is refused.
+nothing of another one; any other layout is refused. So are layers whose weight gradient does not come back through
+autograd, as TransformerEngine's may be built: one that adds it to the gradient buffer itself, and hands autograd a
+tensor of anything; one that computes it after the backward, and hands it nothing.
 """
 
 from __future__ import annotations
@@ -87,6 +89,10 @@ def attach(model: torch.nn.Module, switch: ScoreSwitch, parallel: Parallel, *, p
     others = {name: parameter for name, parameter in parameters.items() if id(parameter) not in handled}
     if others and (problem := _per_sample_problem(list(others.values()), parallel)):
         raise UnsupportedLayer(f"no exact per-trajectory gradient for {', '.join(others)}: {problem}")
+    for module in model.modules():
+        own = [names[id(p)] for p in module.parameters(recurse=False) if names[id(p)] in others]
+        if own and (problem := _kept_back(module)):
+            raise UnsupportedLayer(f"no exact per-trajectory gradient for {', '.join(own)}: {problem}")
     for name, parameter in others.items():
         _attach_per_sample(parameter, name, switch)
     owners = {}
@@ -136,13 +142,33 @@ def _per_sample_problem(parameters: Sequence[Parameter], parallel: Parallel) -> 
     return ""
 
 
+def _kept_back(module: torch.nn.Module) -> str:
+    """Why the weight gradient of ``module`` will not come through autograd, if it says so as TransformerEngine's layers
+    do; "" else."""
+    if getattr(module, "fuse_wgrad_accumulation", False):
+        return (
+            "its layer adds it to the gradient buffer itself (fuse_wgrad_accumulation); build it with "
+            "gradient_accumulation_fusion = False"
+        )
+    store = getattr(module, "wgrad_store", None)
+    if store is not None and store.delay_wgrad_compute():
+        return "its layer computes it after the backward; build it with delay_wgrad_compute = False"
+    return ""
+
+
 def _attach_per_sample(parameter: Parameter, name: str, switch: ScoreSwitch) -> None:
     """The per-sample fallback of ``parameter`` while ``switch.current`` is set."""
 
-    def record(gradient: Tensor) -> Tensor | None:
+    def record(gradient: Tensor | None) -> Tensor | None:
         scores = switch.current
         if scores is None:
             return None  # a plain backward
+        if gradient is None or getattr(parameter, "grad_added_to_main_grad", False):
+            how = "after the backward" if gradient is None else "in the gradient buffer"
+            raise UnsupportedLayer(
+                f"no exact per-trajectory gradient for {name}: its layer left it {how} and handed autograd none; build "
+                "it with gradient_accumulation_fusion = False and delay_wgrad_compute = False"
+            )
         if scores.pack.samples:
             assert len(scores.pack.step_samples) == 1, "one trajectory a micro-batch"
             own = gradient.detach().float()

@@ -33,7 +33,7 @@ from ...models.tokenizer import TokenizerError, load_tokenizer
 from . import platform
 from .dispatch import PlannedDispatch
 from .latent import latent_options
-from .layer_specs import block_spec, engine_options
+from .layer_specs import block_spec, engine_options, rope_is_fused
 from .parallel import Parallel
 from .rope import attention_scale, inverse_frequencies, turn_by_pack
 
@@ -78,7 +78,7 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=rope_is_fused(shape),
         persist_layer_norm=False,
         **(
             {"softmax_scale": attention_scale(shape.rope, shape.head_dim)}

@@ -20,7 +20,6 @@ from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from torch import Tensor
 
 from ...models.rope import Rope
-from . import platform
 from .layers import PackParams
 
 
@@ -53,8 +52,7 @@ def turn_by_pack(rotary: Any) -> None:
 
     def forward(self: Any, packed: PackParams, **_: Any) -> Tensor:
         if packed.angles is None:
-            positions = torch.from_numpy(packed.positions)
-            packed.angles = plain(packed.max_seqlen_q)[platform.to_device(positions, packed.cu_seqlens_q.device)]
+            packed.angles = plain(packed.max_seqlen_q)[packed.positions]
         return packed.angles
 
     rotary.get_rotary_seq_len = types.MethodType(length, rotary)

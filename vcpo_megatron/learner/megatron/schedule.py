@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from ..batch.packing import PackLayout
+from ..batch.packing import AttentionPlan
 from .layers import PackParams
 from .stage_messages import StageMessages
 
@@ -28,11 +28,10 @@ def as_loss(value: torch.Tensor) -> Loss:
 
 
 def forward_tokens(
-    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, layout: PackLayout
+    model: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, attention: AttentionPlan
 ) -> torch.Tensor:
     """This stage's output for this rank's tokens of trajectories laid end to end, tokens and positions int64 [T]."""
-    params = PackParams.of(layout, tokens.device)
-    return model(tokens[None], positions[None], None, packed_seq_params=params)
+    return model(tokens[None], positions[None], None, packed_seq_params=PackParams.of(attention, positions))
 
 
 def run_schedule(

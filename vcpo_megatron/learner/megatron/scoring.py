@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..batch.packing import PackLayout
+from ..batch.packing import AttentionPlan, PackLayout
 from . import platform
 from .logprobs import token_logprobs
 from .parallel import Parallel, agree_sum
@@ -30,6 +30,8 @@ def score_with(
     padded[: len(tokens)] = tokens
     own = torch.from_numpy(layout.take)
     inputs, labels = (torch.from_numpy(padded[layout.take + shift]).to(platform.device()) for shift in (0, 1))
+    positions = torch.from_numpy(layout.positions).to(inputs.device)
+    attention = AttentionPlan.of(layout, inputs.device)
     found = torch.zeros(layout.total, dtype=torch.float64)
 
     def score(logits: torch.Tensor) -> Loss:
@@ -39,7 +41,7 @@ def score_with(
         return as_loss(logits.new_zeros(()))
 
     def forward(_: None, model: torch.nn.Module) -> ForwardStep:
-        return forward_tokens(model, inputs, own.to(inputs.device), layout), score
+        return forward_tokens(model, inputs, positions, attention), score
 
     items = [None] * parallel.steps_multiple
     run_schedule(chunks, items, forward, lengths=[layout.total] * len(items), forward_only=True)

@@ -114,7 +114,7 @@ class Passes:
 
     def output(self, pack: Pack, model: torch.nn.Module) -> torch.Tensor:
         """This stage's output for a pack, which is the current one of every pack context."""
-        forward = partial(forward_tokens, model, pack.tokens, pack.positions, pack.layout)
+        forward = partial(forward_tokens, model, pack.tokens, pack.positions, pack.attention)
         for watch in (self._replay, self._balance):
             if watch is not None:
                 forward = partial(watch.during, pack, forward)
