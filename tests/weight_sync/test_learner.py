@@ -59,7 +59,7 @@ def sending(
     tmp_path: Path, *, timeout_s: float, sync_timeout_s: float
 ) -> Iterator[tuple[WeightSender, Control, Gatherer]]:
     values: dict[str, Any] = {
-        "model": {"path": "/nowhere"},
+        "model": {"path": "/nowhere", "dtype": "float32"},
         "environment": {"name": "fake"},
         "train": {"steps": 1},
         "launch": {"timeout_s": timeout_s},

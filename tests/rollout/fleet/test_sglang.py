@@ -56,7 +56,7 @@ def test_further_arguments_come_last() -> None:
 def run_config(**rollout: object) -> RunConfig:
     return RunConfig.model_validate(
         {
-            "model": {"path": "/m"},
+            "model": {"path": "/m", "dtype": "bfloat16"},
             "train": {"steps": 1},
             "environment": {"name": "e"},
             "rollout": {"engine": "sglang", "context_length": 32, **rollout},

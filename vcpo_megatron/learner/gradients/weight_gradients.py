@@ -25,6 +25,7 @@ from torch.nn import Parameter
 
 from ..megatron import platform
 from ..megatron.platform import add_product
+from ..megatron.platform import fp32_product as _product
 
 if TYPE_CHECKING:
     from .pack_scores import PackScores, TokenShards
@@ -119,15 +120,6 @@ def constants(*, gpu: bool) -> tuple[int, int, int]:
     if gpu:
         return PASS_FLOPS_GPU, BATCHED_TOKENS_GPU, GRAM_BLOCK_GPU
     return PASS_FLOPS_CPU, BATCHED_TOKENS_CPU, GRAM_BLOCK_CPU
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32, whatever their dtype."""
-    if a.dtype is torch.float32:
-        return a @ b
-    if a.is_cuda:  # the matrix units accumulate in fp32: keep what they have
-        return torch.bmm(a, b, out_dtype=torch.float32) if a.dim() == 3 else torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
 
 
 def _add_product(total: Tensor, grads: Tensor, factors: Tensor, inputs: Tensor) -> None:

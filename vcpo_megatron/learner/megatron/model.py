@@ -31,6 +31,7 @@ from ...models.tokenizer import TokenizerError, load_tokenizer
 from . import platform
 from .latent import latent_options
 from .layer_specs import block_spec, engine_options
+from .output_layer import keep_fp32_logits
 from .parallel import Parallel
 from .rope import attention_scale, inverse_frequencies
 
@@ -205,6 +206,8 @@ def build_network(config: RunConfig, parallel: Parallel, family: Family, shape: 
             vp_stage=stage,
         )
         _set_frequencies(model, shape)
+        if model.post_process and config.model.upcasts_logits:
+            keep_fp32_logits(model)
         model.to(platform.device())
         _mark_tensor_parallel(model, family)
         chunks.append(model)

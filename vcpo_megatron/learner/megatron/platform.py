@@ -252,6 +252,15 @@ def _uncompiled() -> Iterator[None]:
         torch.compile = compiled
 
 
+def fp32_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32, whatever their dtype: [.., m, k] and [.., k, n], both of two dimensions or both of three."""
+    if a.dtype is torch.float32:
+        return a @ b
+    if a.is_cuda:  # the matrix units accumulate in fp32: keep what they have
+        return torch.bmm(a, b, out_dtype=torch.float32) if a.dim() == 3 else torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
 def add_product(total: Tensor, grads: Tensor, inputs: Tensor) -> None:
     """total += grads^T inputs by Apex's kernel: total fp32 [d_out, d_in], grads [T, d_out], inputs [T, d_in]."""
     import fused_weight_gradient_mlp_cuda
