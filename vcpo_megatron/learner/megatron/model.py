@@ -70,6 +70,8 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
         moe_token_dispatcher_type=config.parallel.expert_dispatcher,
         # the schedule must not rescale: losses are normalised over the global batch by us
         calculate_per_token_loss=True,
+        # then Megatron's own choices are such ones, too: its embedding and TransformerEngine's attention
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         # fusions would hide layer inputs
         bias_dropout_fusion=False,
         bias_activation_fusion=False,

@@ -72,6 +72,39 @@ def prepare() -> None:
     _patch_megatron()
 
 
+#: What libraries must read in the environment to give the same bits again -> values that do, the first of them where
+#: none is given. cuBLAS chooses among algorithms by the workspace of a stream; NCCL adds up in switches (NVLS) in the
+#: order of arrival; TransformerEngine's attention adds up gradients of keys and values in it.
+_REPEATABLE: dict[str, tuple[str, ...]] = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("^NVLS", "Ring", "Tree", "Ring,Tree", "Tree,Ring"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+}
+
+
+class NotRepeatable(RuntimeError):
+    """The environment asks for what does not give the same bits twice."""
+
+
+def repeat_to_the_last_bit() -> None:
+    """Have a GPU give the same bits again, as ``staleness.lag = "exact"`` promises; nothing on CPUs, which do.
+
+    After ``prepare`` and before anything is computed. torch's sums by index, which GPUs make with atomics in any order
+    (``index_add_``, ``scatter_add_``), are then sorted first, and an operation that has no such form raises a
+    RuntimeError with its name instead of running. NotRepeatable where a variable of the environment rules it out.
+    """
+    if not has_gpu():
+        return
+    for name, values in _REPEATABLE.items():
+        if (given := os.environ.setdefault(name, values[0])) not in values:
+            raise NotRepeatable(
+                f'{name}={given} does not repeat a run bit for bit, as staleness.lag = "exact" does; unset it, or set '
+                f"{name}={values[0]}"
+            )
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a write of everything
+
+
 class _NullStream:
     """Stands for side streams and events: on CPUs everything is already in order."""
 
