@@ -13,7 +13,8 @@ from vcpo_megatron.planning.decisions import decisions
 
 def lines(**sections: dict[str, Any]) -> dict[str, list[str]]:
     """Subject -> what is said of it."""
-    base = {"model": {"path": "/m", "dtype": "bfloat16"}, "train": {"steps": 30}, "environment": {"name": "modular_sum"}}
+    model = {"path": "/m", "dtype": "bfloat16"}
+    base = {"model": model, "train": {"steps": 30}, "environment": {"name": "modular_sum"}}
     config = RunConfig.model_validate({**base, **{name: {**base.get(name, {}), **v} for name, v in sections.items()}})
     found: dict[str, list[str]] = {}
     for line in decisions(config).splitlines():

@@ -15,8 +15,8 @@ SETTLED = ("model.dtype", "optimizer.schedule_steps", "environment.date", "train
 
 
 def settled(config: RunConfig, today: datetime.date) -> RunConfig:
-    """``config`` as the run keeps it: with its dtype, the length of its schedule, the date that chat templates print, and
-    the very checkpoint that it starts from. ConfigError when there is none any more."""
+    """``config`` as the run keeps it: with its dtype, the length of its schedule, the date that chat templates print,
+    and the very checkpoint that it starts from. ConfigError when there is none any more."""
     config = with_dtype(config)
     optimizer, train, environment = config.optimizer, config.train, config.environment
     if optimizer.schedule != "constant" and optimizer.schedule_steps is None:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from benchmarks import costs
 
 from vcpo_megatron.learner.checkpoint.optimizer_shards import boxes
+
+from ..scenarios import make_batch, make_config, make_model_folder
+from ..world import run_world
+
+BF16 = {"model": {"dtype": "bfloat16"}}
+DISTRIBUTED = {"optimizer": {"distributed": True}}
 
 
 @pytest.mark.parametrize(
@@ -39,3 +48,35 @@ def test_boxes_are_the_range_in_its_order(shape: tuple[int, ...]) -> None:
             ]
             assert [int(value) for part in parts for value in part] == list(range(start, stop))
             assert len(found) <= 2 * len(shape) - 1
+
+
+def _slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("sections", "distributed", "element"),
+    [
+        ({**BF16, **DISTRIBUTED}, True, 2),
+        _slow(DISTRIBUTED, True, 4),
+        _slow(BF16, False, 2),
+        _slow({}, False, 4),
+    ],
+)
+def test_a_rank_copies_what_it_writes_once_and_loads_in_place(
+    sections: dict[str, Any], distributed: bool, element: int, tmp_path: Path
+) -> None:
+    """Of four layers, what six take beyond two; on two data-parallel ranks: at the peak of a save one copy of what the
+    rank writes, and of a load what Megatron puts together of halves (gates, of the weights and without the distributed
+    optimizer of its state)."""
+    models = [make_model_folder(tmp_path / f"layers{count}", layers=count) for count in (2, 6)]
+    cases = [(make_config(model, 2, algorithm={"method": "grpo"}, **sections), [make_batch(model)]) for model in models]
+    small, large = run_world(
+        2, "learner.run_checkpoints:host_bytes", {"cases": cases, "run_dir": str(tmp_path)}, timeout_s=350
+    )
+    for rank in range(2):
+        parameters, saving, loading = (b - a for a, b in zip(small[rank], large[rank], strict=True))
+        formula = costs.staged_bytes(parameters, 2, element, distributed=distributed, first=rank == 0)
+        assert saving == pytest.approx(formula, rel=0.03, abs=0.1 * parameters)
+        print("LOAD", sections, rank, saving / parameters, loading / parameters)

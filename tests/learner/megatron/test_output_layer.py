@@ -65,7 +65,7 @@ def noise(logits: Tensor, exact: Tensor, labels: Tensor, group: dist.ProcessGrou
 def test_token_noise_falls_and_with_it_what_it_takes_from_ess(
     draw: torch.Generator, lone_group: dist.ProcessGroup
 ) -> None:
-    """sigma of a token's log-prob by 16-bit logits alone, and ESS / N = exp(-T sigma^2) of trajectories of T of them."""
+    """sigma of a token's log-prob by 16-bit logits alone, and ESS / N = exp(-T sigma^2) of trajectories of T."""
     hidden, weight = head(draw, 4.0)
     exact = hidden.double() @ weight.double().t()
     labels = torch.multinomial(torch.softmax(exact[:, 0], -1), 1, generator=draw)[:, 0]
@@ -78,8 +78,6 @@ def test_token_noise_falls_and_with_it_what_it_takes_from_ess(
     for length in (64, 1024):
         # tokens' noise is drawn anew from what was measured
         picks = torch.randint(TOKENS, (trajectories, length), generator=draw)
-        of_rounded, of_kept = (
-            ess_ratio((values - values.mean())[picks].sum(1)) for values in (rounded, kept)
-        )
+        of_rounded, of_kept = (ess_ratio((values - values.mean())[picks].sum(1)) for values in (rounded, kept))
         assert of_rounded == pytest.approx(math.exp(-length * sigma**2), rel=0.25)
         assert of_kept > 0.9999

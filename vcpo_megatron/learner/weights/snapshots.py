@@ -21,7 +21,6 @@ from ..megatron import platform
 from ..megatron.parallel import Parallel
 from .gather import WeightGatherer
 
-
 #: Sets of page-locked memory, which the machine has little of and can move nowhere else.
 PINNED_SETS = 2
 

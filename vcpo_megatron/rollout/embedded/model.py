@@ -267,7 +267,7 @@ def keep_fp32_logits(model: Any) -> None:
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
         raise ModelError(f"--enable-fp32-lm-head: the output layer is a {type(head).__name__} that it is not known for")
-    head.forward = lambda hidden: hidden.float() @ head.weight.float().t()  # type: ignore[method-assign]
+    head.forward = lambda hidden: hidden.float() @ head.weight.float().t()
 
 
 def build(model: Any, context_length: int, *, routed_experts: bool = False) -> PackedModel:
