@@ -75,8 +75,9 @@ def test_a_rank_copies_what_it_writes_once_and_loads_in_place(
     small, large = run_world(
         2, "learner.run_checkpoints:host_bytes", {"cases": cases, "run_dir": str(tmp_path)}, timeout_s=350
     )
-    for rank in range(2):
+    # without the distributed optimizer the second rank writes nothing
+    for rank in range(1 + distributed):
         parameters, saving, loading = (b - a for a, b in zip(small[rank], large[rank], strict=True))
         formula = costs.staged_bytes(parameters, 2, element, distributed=distributed, first=rank == 0)
-        assert saving == pytest.approx(formula, rel=0.03, abs=0.1 * parameters)
-        print("LOAD", sections, rank, saving / parameters, loading / parameters)
+        assert saving == pytest.approx(formula, rel=0.03)
+        assert loading < (2.5 if distributed else 6) * parameters
