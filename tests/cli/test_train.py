@@ -337,7 +337,7 @@ def test_dry_run_without_torch(toml: Path, tmp_path: Path) -> None:
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(text)
     assert load_resolved(resolved) == load_config(
-        toml, ["launch.learner_ranks=2", "parallel.tensor=2", "rollout.port=5000"]
+        toml, ["launch.learner_ranks=2", "parallel.tensor=2", "rollout.port=5000", "model.dtype=float32"]
     )
     assert [row.split() for row in table.splitlines()[1:]] == [
         ["orchestrator", "0", "127.0.0.1", "cpu", "any", "free", "x/logs/orchestrator.0.log"],
@@ -347,6 +347,7 @@ def test_dry_run_without_torch(toml: Path, tmp_path: Path) -> None:
         ["learner", "1", "127.0.0.1", "cpu", "-", "x/logs/learner.1.log"],
         ["server", "0", "127.0.0.1", "cpu", "5000", "x/logs/server.0.log"],
     ]
+    assert "\nprecision    float32 parameters and activations, float32 logits;" in decided
     assert decided.startswith("method ") and "rollout.port = 5000  (default 0)" in decided
     assert not Path("x").exists() and not Path("runs").exists()
 

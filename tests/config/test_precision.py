@@ -11,7 +11,7 @@ import pytest
 
 from vcpo_megatron.config.checks.problems import problems
 from vcpo_megatron.config.precision import with_dtype
-from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.config.schema import RolloutConfig, RunConfig
 from vcpo_megatron.launch.start import settled, was_settled
 
 
@@ -64,6 +64,16 @@ def test_a_dtype_that_is_not_trained_in_is_refused_by_name(make_model: Callable[
 def test_a_folder_that_is_not_there_is_said_once(tmp_path: Path) -> None:
     assert [line for line in problems(with_dtype(run(tmp_path / "none"))) if "model." in line] == [
         f"model.path = {tmp_path / 'none'}: no such folder; give a local Hugging Face model folder"
+    ]
+
+
+def test_the_servers_flag_has_a_key_of_its_own(model_folder: Path) -> None:
+    config = run(model_folder).model_copy(
+        update={"rollout": RolloutConfig(engine="sglang", max_new_tokens=8, args=("--enable-fp32-lm-head",))}
+    )
+    found = [line for line in problems(config) if "fp32" in line]
+    assert found == [
+        "rollout.args: --enable-fp32-lm-head is not taken: set model.fp32_lm_head, which is the learner's too"
     ]
 
 
