@@ -276,7 +276,7 @@ def test_an_update_refused_twice_ends_the_run_naming_the_server() -> None:
         sync.offer(weights(version(0)))
         await asyncio.sleep(5)
 
-    with pytest.raises(SyncError, match=r"rollout server 1 refused weights 1.0 twice: .*shape mismatch.*server.1.log"):
+    with pytest.raises(SyncError, match=r"server 1 refused weights 1.0 twice: .*mismatch.*server.1.log"):
         with_sync(work, servers=2)
 
 
@@ -286,7 +286,7 @@ def test_a_server_that_hangs_in_an_update_ends_the_run_at_the_deadline() -> None
         sync.offer(weights(version(0)))
         await asyncio.sleep(20)
 
-    with pytest.raises(SyncError, match=r"rollout server 0 did not take weights 1.0 within 0.5 s"):
+    with pytest.raises(SyncError, match=r"server 0 .*weights 1.0 within 0.5 s"):
         with_sync(work, timeout_s=0.5)
 
 
