@@ -21,7 +21,7 @@ from vcpo_megatron.launch import local
 def test_train_starts_the_run_and_returns_its_code(toml: Path, started: list[dict[str, Any]]) -> None:
     assert cli.main(["train", str(toml), "--set", "train.steps=9", "--run-dir", "here"]) == 7
     (call,) = started
-    assert call["config"] == load_config(toml, ["train.steps=9"])
+    assert call["config"] == load_config(toml, ["train.steps=9", "model.dtype=float32"])
     assert (call["directory"], call["resume"]) == (Path("here"), False)
 
 
