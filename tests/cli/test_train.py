@@ -21,7 +21,7 @@ from vcpo_megatron.launch import local
 def test_train_starts_the_run_and_returns_its_code(toml: Path, started: list[dict[str, Any]]) -> None:
     assert cli.main(["train", str(toml), "--set", "train.steps=9", "--run-dir", "here"]) == 7
     (call,) = started
-    assert call["config"] == load_config(toml, ["train.steps=9"])
+    assert call["config"] == load_config(toml, ["train.steps=9", "model.dtype=float32"])
     assert (call["directory"], call["resume"]) == (Path("here"), False)
 
 
@@ -336,7 +336,7 @@ def test_dry_run_without_torch(toml: Path, tmp_path: Path) -> None:
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(text)
     assert load_resolved(resolved) == load_config(
-        toml, ["launch.learner_ranks=2", "parallel.tensor=2", "rollout.port=5000"]
+        toml, ["launch.learner_ranks=2", "parallel.tensor=2", "rollout.port=5000", "model.dtype=float32"]
     )
     assert [row.split() for row in table.splitlines()[1:]] == [
         ["orchestrator", "0", "127.0.0.1", "cpu", "any", "free", "x/logs/orchestrator.0.log"],
@@ -346,6 +346,7 @@ def test_dry_run_without_torch(toml: Path, tmp_path: Path) -> None:
         ["learner", "1", "127.0.0.1", "cpu", "-", "x/logs/learner.1.log"],
         ["server", "0", "127.0.0.1", "cpu", "5000", "x/logs/server.0.log"],
     ]
+    assert "\nprecision    float32 parameters and activations, float32 logits;" in decided
     assert decided.startswith("method ") and "rollout.port = 5000  (default 0)" in decided
     assert not Path("x").exists() and not Path("runs").exists()
 

@@ -12,6 +12,7 @@ from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.learner.megatron import platform
 from vcpo_megatron.types import Batch, PolicyVersion
 
+from .run_starts import Run
 from .world import leave_layout
 
 
@@ -84,3 +85,34 @@ def _other_models(config: RunConfig, directory: Any, parallel: Any, trainable: A
     if parallel.rank == 0:
         weights.write_bytes(whole)
     return [*messages, told(replace(shape, hidden_size=7))]
+
+
+def host_bytes(cases: list[tuple[RunConfig, list[Batch]]], run_dir: str) -> list[list[tuple[int, int, int]]]:
+    """For each case and rank: the parameters of its shard, and the most bytes of tensors that were alive at a time
+    beside what there was before: in the copy that a save makes, and in a load."""
+    platform.prepare()
+    from benchmarks.step import peak_bytes
+
+    found: list[list[tuple[int, int, int]]] = []
+    for number, (config, batches) in enumerate(cases):
+        run = Run(config, f"{run_dir}/{number}", load=True)
+        for batch in batches:
+            run.step.run(batch, PolicyVersion(1, batch.step + 1))
+
+        def save(_: str, run: Run = run) -> float:
+            run.checkpoints.start(1, PolicyVersion(1, 1), run.step.ess_state, {})
+            return 0.0
+
+        def load(_: str, run: Run = run) -> float:
+            run.checkpoints.load(1)
+            return 0.0
+
+        saving = peak_bytes("save", save)
+        run.checkpoints.finished(wait=True)
+        torch.distributed.barrier()  # rank 0 has written the manifest
+        parameters = sum(p.numel() for chunk in run.trainable.chunks for p in chunk.parameters())
+        ranks: list[Any] = [None] * run.parallel.world_size
+        torch.distributed.all_gather_object(ranks, (parameters, saving, peak_bytes("load", load)))
+        found.append(ranks)
+        leave_layout()
+    return found

@@ -14,7 +14,7 @@ from vcpo_megatron.types import Batch, PolicyVersion
 from .world import leave_layout
 
 
-class _Run:
+class Run:
     """One layout: what a learner rank builds before its first command."""
 
     def __init__(self, config: RunConfig, folder: str, *, load: bool) -> None:
@@ -47,7 +47,7 @@ def save(config: RunConfig, batches: list[Batch], folder: str) -> dict[str, Any]
     platform.prepare()
     from vcpo_megatron.learner.checkpoint.exports import Exports
 
-    run = _Run(config, folder, load=True)
+    run = Run(config, folder, load=True)
     run.take(batches[0], 1)
     run.checkpoints.start(1, PolicyVersion(1, 1), run.step.ess_state, {})
     run.checkpoints.finished(wait=True)
@@ -66,7 +66,7 @@ def start_each(configs: list[RunConfig], batch: Batch, folder: str) -> list[dict
     outcomes = []
     for config in configs:
         start = config.train.start_from
-        run = _Run(config, folder, load=start is None or config.algorithm.kl_reference == "initial")
+        run = Run(config, folder, load=start is None or config.algorithm.kl_reference == "initial")
         try:
             with contextlib.redirect_stdout(io.StringIO()) as said:
                 if start is not None:
@@ -84,7 +84,7 @@ def resume_each(configs: list[RunConfig], batch: Batch, folder: str) -> list[dic
     platform.prepare()
     outcomes = []
     for config in configs:
-        run = _Run(config, folder, load=False)
+        run = Run(config, folder, load=False)
         with contextlib.redirect_stdout(io.StringIO()) as said:
             run.step.ess_state = run.checkpoints.load(1)
         decays = {group["weight_decay"] for group in run.trainable.optimizer.param_groups}

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from vcpo_megatron.config.precision import with_dtype
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.types import Batch, Group, PolicyVersion, Trajectory, Turn, VersionSpan
 
@@ -137,7 +138,7 @@ def make_config(model: Path, ranks: int, /, **sections: dict[str, Any]) -> RunCo
     }
     for section, values in sections.items():
         base[section] = {**base.get(section, {}), **values}
-    return RunConfig.model_validate(base)
+    return with_dtype(RunConfig.model_validate(base))
 
 
 def make_batch(

@@ -70,7 +70,7 @@ def config(**sections: dict[str, Any]) -> RunConfig:
     """A small run; ``sections`` override keys of a section. Its deadlines are those that no test waits for: so long
     that a busy machine keeps them."""
     base: dict[str, dict[str, Any]] = {
-        "model": {"path": "/nowhere"},
+        "model": {"path": "/nowhere", "dtype": "float32"},
         "train": {"steps": 6, "groups_per_step": 2, "group_size": 2, "eval_every": 0},
         "rollout": {"max_new_tokens": 8, "max_running_requests": 64, "start_timeout_s": 30.0, "sync_timeout_s": 30.0},
         "environment": {"name": "fake"},

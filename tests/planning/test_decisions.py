@@ -13,7 +13,8 @@ from vcpo_megatron.planning.decisions import decisions
 
 def lines(**sections: dict[str, Any]) -> dict[str, list[str]]:
     """Subject -> what is said of it."""
-    base = {"model": {"path": "/m"}, "train": {"steps": 30}, "environment": {"name": "modular_sum"}}
+    model = {"path": "/m", "dtype": "bfloat16"}
+    base = {"model": model, "train": {"steps": 30}, "environment": {"name": "modular_sum"}}
     config = RunConfig.model_validate({**base, **{name: {**base.get(name, {}), **v} for name, v in sections.items()}})
     found: dict[str, list[str]] = {}
     for line in decisions(config).splitlines():
@@ -31,6 +32,7 @@ def test_a_run_with_its_defaults() -> None:
             "advantages divided by the group's standard deviation; normalization = sequence_token_mean",
             "learning rate 1e-06, constant; scaled by ESS, sqrt, base 1",
         ],
+        "precision": ["bfloat16 parameters and activations, float32 logits; float32 gradients and optimizer"],
         "batch": [
             "8 groups x 8 answers = 64 trajectories a step, 64 a data-parallel replica (replicas: 1, learner ranks: 1)"
         ],

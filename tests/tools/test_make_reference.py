@@ -29,7 +29,7 @@ def tool() -> ModuleType:
 
 def rows() -> dict[str, list[str]]:
     """Key -> value, default, resume and meaning, as the page has them."""
-    found = re.findall(r"^\| `([a-z_]+\.[a-z_]+)` \|(.*)\|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    found = re.findall(r"^\| `([a-z_]+\.[a-z0-9_]+)` \|(.*)\|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     keys = [key for key, _ in found]
     assert len(set(keys)) == len(keys), "a key has two rows"
     return {key: [cell.strip() for cell in re.split(r"(?<!\\)\|", cells)] for key, cells in found}

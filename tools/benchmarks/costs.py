@@ -122,6 +122,26 @@ def state_bytes(parameters: float, data: int = 1, element: int = 2) -> float:
     return parameters * (element + 4 + (12 if element == 2 else 8) / data)
 
 
+def staged_bytes(parameters: float, data: int = 1, element: int = 2, *, distributed: bool, first: bool = True) -> float:
+    """Host memory that a rank holds while a checkpoint is written: one copy of what it writes.
+
+    The first data-parallel rank (``first``) writes the weights of its shard. The optimizer's state is Adam's two fp32
+    moments and the fp32 weights (beside fp32 weights, ``element`` 4, only with ``optimizer.distributed``): shared by
+    the ``data`` ranks with it, the first one's alone without.
+    """
+    state = 8 if element == 4 and not distributed else 12
+    mine = state / data if distributed else state * first
+    return parameters * (element * first + mine)
+
+
+def snapshot_bytes(
+    parameters: float, element: int = 2, *, transport: str = "distributed", evaluates: bool = True
+) -> float:
+    """Host memory of the weights' copies on a rank of the first replica: one set with "disk", else two, and a third
+    that is not pinned where evaluations run beside training (``train.eval_every`` > 0, not in exact lag)."""
+    return parameters * element * (1 if transport == "disk" else 2 + evaluates)
+
+
 def accumulator_bytes(parameters: float, accumulators: int, element: int = 4) -> float:
     """Held for good by ``accumulate``; ``element`` 2 in bf16."""
     return parameters * accumulators * element

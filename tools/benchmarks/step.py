@@ -149,7 +149,7 @@ def make_config(folder: Path, work: Workload, keys: dict[str, str]) -> RunConfig
     (folder / "model.safetensors").write_bytes(_NO_TENSORS)
     return RunConfig.model_validate(
         {
-            "model": {"path": folder},
+            "model": {"path": folder, "dtype": "float32"},
             "algorithm": keys,
             "environment": {"name": "none"},
             "train": {

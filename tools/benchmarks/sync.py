@@ -187,7 +187,7 @@ class Learner:
 
         config = RunConfig.model_validate(
             {
-                "model": {"path": model},
+                "model": {"path": model, "dtype": "float32"},
                 "train": {"steps": 1},
                 "environment": {"name": "none"},
                 "rollout": {"sync": transport, "bucket_bytes": bucket_bytes, "sync_timeout_s": PATIENCE_S},

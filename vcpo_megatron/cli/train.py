@@ -107,6 +107,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _fresh(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[str]]:
     from ..config.load import load_config
+    from ..config.precision import with_dtype
     from ..launch.workspace import new_run_directory
     from ..run.directory import RunDirectory
     from ..run.errors import ConfigError
@@ -115,7 +116,7 @@ def _fresh(args: argparse.Namespace) -> tuple[RunDirectory, RunConfig, list[str]
         raise ConfigError(["--from-step: only with --resume"])
     if args.config is None:
         raise ConfigError(["RUN.toml: missing; give the configuration, as in vcpo train RUN.toml"])
-    config = load_config(args.config, args.overrides)
+    config = with_dtype(load_config(args.config, args.overrides))
     return RunDirectory(args.run_dir or new_run_directory(args.config)), config, []
 
 

@@ -50,8 +50,15 @@ class ModelConfig(Section):
     path: Path = Field(
         description="Hugging Face folder: config.json, safetensors, tokenizer; it may have moved at a resume"
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of parameters and activations in learner and servers; gradients are float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="of parameters and activations in learner and servers; auto: that of config.json, settled at the "
+        "start of the run. Gradients and the optimizer's own parameters are float32",
+    )
+    fp32_lm_head: bool = Field(
+        True,
+        description="bfloat16: logits stay in float32, in the learner as in the servers (SGLang's "
+        "--enable-fp32-lm-head)",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in the backward: none, attention's inside, or whole layers"
@@ -64,6 +71,11 @@ class ModelConfig(Section):
         "auto",
         description="kernels of attention over packs: TransformerEngine's, torch's, or the fastest that serves a layer",
     )
+
+    @property
+    def upcasts_logits(self) -> bool:
+        """True where logits would be rounded to 16 bits, and are not."""
+        return self.fp32_lm_head and self.dtype != "float32"
 
 
 class ParallelConfig(Section):

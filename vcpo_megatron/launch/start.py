@@ -7,15 +7,17 @@ import datetime
 from pathlib import Path
 
 from ..config.checks.start import start_checkpoint
+from ..config.precision import AUTO, with_dtype
 from ..config.schema import RunConfig
 
 #: Keys that ``settled`` may give a value to.
-SETTLED = ("optimizer.schedule_steps", "environment.date", "train.start_from")
+SETTLED = ("model.dtype", "optimizer.schedule_steps", "environment.date", "train.start_from")
 
 
 def settled(config: RunConfig, today: datetime.date) -> RunConfig:
-    """``config`` as the run keeps it: with the length of its schedule, the date that chat templates print, and the very
-    checkpoint that it starts from. ConfigError when there is none any more."""
+    """``config`` as the run keeps it: with its dtype, the length of its schedule, the date that chat templates print,
+    and the very checkpoint that it starts from. ConfigError when there is none any more."""
+    config = with_dtype(config)
     optimizer, train, environment = config.optimizer, config.train, config.environment
     if optimizer.schedule != "constant" and optimizer.schedule_steps is None:
         optimizer = optimizer.model_copy(update={"schedule_steps": train.steps})
@@ -32,4 +34,4 @@ def was_settled(key: str, given: object, used: object) -> bool:
         return False
     if key == "train.start_from":
         return isinstance(given, Path) and isinstance(used, Path) and used.is_relative_to(given)
-    return given is None
+    return given == AUTO if key == "model.dtype" else given is None

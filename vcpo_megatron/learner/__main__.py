@@ -23,6 +23,8 @@ def _run() -> int:
         context = ProcessContext.from_environment()
         config = context.config()
         platform.prepare()
+        if config.staleness.lag == "exact":
+            platform.repeat_to_the_last_bit()
         from .worker import Worker
 
         worker = Worker(config, context)

@@ -8,3 +8,5 @@ from collections.abc import Mapping
 SAFETENSORS_NAMES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 #: torch's name -> bytes of an element.
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: Those that models are trained in: float16 has too small a range for gradients without scaling the loss.
+TRAINED = ("float32", "bfloat16")

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ..run.errors import ConfigError
 from ..run.json_file import JsonFileError, read_json
-from .dtypes import ELEMENT_BYTES, SAFETENSORS_NAMES
+from .dtypes import ELEMENT_BYTES, SAFETENSORS_NAMES, TRAINED
 from .families.registry import model_shape, tensors
 from .shape import ModelShape, ShapeError
 
+_EMBEDDING = "model.embed_tokens.weight"
 _HEADER_LIMIT = 100 * 2**20
 #: safetensors' names of the types that weights are trained from, and their bytes.
 _WEIGHT_BYTES = {SAFETENSORS_NAMES[name]: size for name, size in ELEMENT_BYTES.items()}
@@ -54,6 +55,25 @@ def read_model(folder: Path) -> ModelShape:
         return model_shape(data)
     except ShapeError as error:
         raise ConfigError([f"model.path: {path}: {problem}" for problem in error.problems]) from None
+
+
+def stated_dtype(folder: Path) -> str:
+    """The dtype that the model in ``folder`` is trained in as it is: that of config.json, or of the stored embedding
+    where it states none, as transformers takes it. ConfigError when it cannot be read, or is not trained in."""
+    config = _read(folder / "config.json")
+    stated = (config.get("dtype") or config.get("torch_dtype")) if isinstance(config, dict) else None
+    where = "config.json"
+    if stated is None:
+        where, found = _EMBEDDING, _stored_tensors(folder)[0].get(_EMBEDDING)
+        stated = next((name for name, stored in SAFETENSORS_NAMES.items() if found and stored == found.dtype), None)
+    if stated not in TRAINED:
+        raise ConfigError(
+            [
+                f'model.dtype = "auto": {where} of {folder} is {stated}, which is not trained in; '
+                f"give model.dtype = {' or '.join(map(json.dumps, TRAINED))}"
+            ]
+        )
+    return str(stated)
 
 
 # --- weights ----------------------------------------------------------------------------------

@@ -39,6 +39,10 @@ def _likely_causes(config: RunConfig) -> Iterator[str]:
         yield 'rollout.pause_mode = "in_place" goes on with keys and values of older weights (use "retract")'
     if read_model(config.model.path).experts is not None:
         yield "the router chooses other experts in the learner than in the servers"
+    if config.model.dtype == "bfloat16" and not config.model.fp32_lm_head:
+        yield "model.fp32_lm_head = false rounds logits to 16 bits"
+    elif config.model.upcasts_logits and config.rollout.addresses:
+        yield "a server of rollout.addresses that was started without --enable-fp32-lm-head"
     if config.model.dtype == "bfloat16":
         yield "bfloat16 is rounded at different places by the two implementations"
     yield "a sampling option (temperature, top_p, a penalty) that only one side applies"

@@ -18,6 +18,7 @@ def decisions(config: RunConfig) -> str:
     """Several lines, each with its subject before it."""
     parts = {
         "method": _method(config),
+        "precision": _precision(config),
         "batch": _batch(config),
         "run": _run(config),
         "staleness": _staleness(config),
@@ -50,6 +51,12 @@ def _method(config: RunConfig) -> Iterator[str]:
     yield f"learning rate {config.optimizer.lr:g}, {config.optimizer.schedule}; {rate}{mark['ess_scaling']}"
 
 
+def _precision(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    logits = "float32" if model.upcasts_logits else model.dtype
+    yield f"{model.dtype} parameters and activations, {logits} logits; float32 gradients and optimizer"
+
+
 def _batch(config: RunConfig) -> Iterator[str]:
     groups, size, replicas = config.train.groups_per_step, config.train.group_size, max(1, config.data_parallel)
     whole, rest = divmod(groups * size, replicas)
@@ -79,7 +86,8 @@ def _staleness(config: RunConfig) -> Iterator[str]:
 
 def _differences(config: RunConfig) -> Iterator[str]:
     """Keys whose values are not the schema's defaults; those without a default are always there."""
-    found = [line for key, value in flatten(config).items() if (line := _difference(config, key, value)) is not None]
+    values = {key: value for key, value in flatten(config).items() if key != "model.dtype"}  # has a line of its own
+    found = [line for key, value in values.items() if (line := _difference(config, key, value)) is not None]
     yield from found or ["nothing"]
 
 

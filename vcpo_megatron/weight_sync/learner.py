@@ -113,6 +113,8 @@ class WeightSender:
         outline = source.outline()
         self.plan: list[Any] = plan_buckets(outline, rollout.bucket_bytes)
         self._sender = self._make_sender(context, outline)
+        evaluated = config.train.eval_every > 0 and config.staleness.lag == "bounded"  # while training goes on
+        self._held = self._sender.held + int(evaluated and not self._sender.stored)
         # a server may keep what is being sent until the deadline of its update, and that is no fault of the learner
         self._patience_s = config.launch.timeout_s + rollout.sync_timeout_s
         patience = datetime.timedelta(seconds=self._patience_s)
@@ -147,7 +149,7 @@ class WeightSender:
     def publish(self, version: PolicyVersion, probe: Sequence[float] = ()) -> None:
         """Copy this version's parameters; they are sent from there. ``probe``: as in WeightsReady. SnapshotError when
         there is no room in time."""
-        self._source.take(version, self._sender.held, self._patience_s, self.check)
+        self._source.take(version, self._held, self._patience_s, self.check)
         self._published.append((version, list(probe)))
         self._wake()
 

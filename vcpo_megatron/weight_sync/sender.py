@@ -21,9 +21,9 @@ class Sender:
     """Rank 0's end of one transport. It raises TransferError, and whatever the look for messages that it makes while it
     waits raises."""
 
-    #: Versions held in memory: the one that is sent, one that is held for evaluation, the newest, and the one that is
-    #: being copied.
-    held = 4
+    #: Versions held in memory: the newest, and beside it the one that is sent, or the next one while it is copied. One
+    #: that an evaluation holds comes on top.
+    held = 2
     #: Whether a version need not be held once the orchestrator knows of it.
     stored = False
 

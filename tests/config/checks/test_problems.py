@@ -13,6 +13,7 @@ from tests.models.test_shape import DEEPSEEK_V3
 from vcpo_megatron.config.checks.problems import problems
 from vcpo_megatron.config.checks.servers import installed_sglang
 from vcpo_megatron.config.fused_kernels import InstalledKernels
+from vcpo_megatron.config.precision import with_dtype
 from vcpo_megatron.config.schema import RunConfig
 
 
@@ -30,7 +31,7 @@ def make(model_folder: Path) -> Callable[..., RunConfig]:
         for key, value in changes:
             section, _, name = key.partition(".")
             data.setdefault(section, {})[name] = value
-        return RunConfig.model_validate(data)
+        return with_dtype(RunConfig.model_validate(data))
 
     return build
 

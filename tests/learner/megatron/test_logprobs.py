@@ -78,7 +78,7 @@ def test_two_ranks_equal_one(size: int) -> None:
 
 
 def test_no_copy_of_the_logits_in_fp32(lone_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alive at the peak of forward and backward: the gradient in bfloat16, and chunks."""
+    """Alive at the peak of forward and backward: chunks; the gradient lies where the logits were."""
     tokens, vocabulary, rows = 400, 1000, 4
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", rows * vocabulary)
     logits = torch.randn(tokens, vocabulary).bfloat16().requires_grad_()
@@ -86,10 +86,19 @@ def test_no_copy_of_the_logits_in_fp32(lone_group: dist.ProcessGroup, monkeypatc
 
     def both(_: str) -> float:
         found, entropy = token_logprobs(logits, labels, 1.0, vocabulary, lone_group)
-        (found.sum() + entropy.sum()).backward()
+        (gradient,) = torch.autograd.grad(found.sum() + entropy.sum(), logits)
+        assert gradient.data_ptr() == logits.data_ptr() and gradient.dtype is torch.bfloat16
         return 0.0
 
     both("once")
-    gradient, chunk = 2 * tokens * vocabulary, 4 * rows * vocabulary
-    allowed = gradient + 12 * chunk
-    assert gradient < peak_bytes("again", both) < allowed < 4 * tokens * vocabulary
+    chunk, whole = 4 * rows * vocabulary, 2 * tokens * vocabulary
+    assert chunk < peak_bytes("again", both) < 12 * chunk < whole
+
+
+def test_logits_that_something_else_reads_in_its_backward_are_not_overwritten_in_silence(
+    lone_group: dist.ProcessGroup,
+) -> None:
+    logits, labels = torch.randn(3, 5).requires_grad_().clone(), torch.tensor([0, 1, 2])
+    both = [token_logprobs(logits, labels, 1.0, 5, lone_group)[0].sum() for _ in range(2)]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (both[0] + both[1]).backward()

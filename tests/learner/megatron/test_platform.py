@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.messages import assert_names
 from vcpo_megatron.config.fused_kernels import InstalledKernels, find_kernels
+from vcpo_megatron.learner.megatron import platform
 from vcpo_megatron.learner.megatron.platform import choose_kernels
 
 from ..scenarios import make_batch, make_config, make_model_folder
@@ -74,6 +78,52 @@ def test_without_a_gpu_they_are_named_and_hidden_from_megatron() -> None:
     for note, name in zip(chosen.notes, chosen.hidden, strict=True):
         assert_names(note, name, "needs a GPU", "not used")
     assert choose_kernels(InstalledKernels(), can_run=False).notes == ()
+
+
+#: In a process of its own, since it changes torch for good: a GPU is claimed, and no call reaches one.
+EXACT = """
+import os, torch
+from vcpo_megatron.learner.megatron import platform
+assert not torch.are_deterministic_algorithms_enabled()
+platform.repeat_to_the_last_bit()
+assert not torch.are_deterministic_algorithms_enabled()  # CPUs repeat anyway
+platform.has_gpu = lambda: True
+platform.repeat_to_the_last_bit()
+print(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+print(torch.utils.deterministic.fill_uninitialized_memory)
+print(*(os.environ[name] for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")))
+try:  # an operation without such a form is refused by its name
+    torch._C._set_deterministic_algorithms(True)
+    torch.empty(3).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_exact_lag_makes_a_gpu_deterministic() -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in platform._REPEATABLE}
+    environment["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    command = [sys.executable, "-c", EXACT]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    deterministic, filled, variables, *refused = ran.stdout.splitlines()
+    assert (deterministic, filled, variables) == ("True False", "False", ":16:8 ^NVLS 0"), ran.stderr
+    assert refused and "put_" in refused[0] and "deterministic" in refused[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("CUBLAS_WORKSPACE_CONFIG", ":0:0"), ("NCCL_ALGO", "NVLS"), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")],
+)
+def test_an_environment_that_rules_it_out_is_refused_by_name(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "has_gpu", lambda: True)
+    for other, values in platform._REPEATABLE.items():
+        monkeypatch.setenv(other, values[0])
+    monkeypatch.setenv(name, value)
+    with pytest.raises(platform.NotRepeatable, match=f"{name}={value} does not repeat a run bit for bit"):
+        platform.repeat_to_the_last_bit()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.slow

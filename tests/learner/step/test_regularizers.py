@@ -25,9 +25,9 @@ def test_entropy_and_score_norms(chunk: int, lone_group: dist.ProcessGroup, monk
     logits = torch.randn(7, 10, requires_grad=True)  # 8 real tokens, 2 of padding
     labels, weights, pull = torch.tensor([0, 7, 3, 3, 1, 5, 2]), torch.randn(7), torch.randn(7)
     weights[2] = pull[4] = 0.0
-    found, entropy = token_logprobs(logits, labels, 0.7, 8, lone_group)
-    ((found * pull).sum() + (entropy * weights).sum()).backward()
     plain = logits.detach().double().requires_grad_()
+    found, entropy = token_logprobs(logits.clone(), labels, 0.7, 8, lone_group)  # the gradient is written over them
+    ((found * pull).sum() + (entropy * weights).sum()).backward()
     logs = torch.log_softmax(plain[:, :8] / 0.7, -1)
     expected = -(logs.exp() * logs).sum(-1)
     ((logs.gather(1, labels[:, None])[:, 0] * pull).sum() + (expected * weights).sum()).backward()

@@ -197,6 +197,22 @@ def test_bfloat16_is_the_rounded_model_to_its_rounding() -> None:
     assert 0 < max(differences) < 0.01
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_logits_of_a_bfloat16_model_stay_in_float32_where_that_is_asked_for(kept: bool) -> None:
+    """They follow the weights as they are loaded, traced or not."""
+    model = tiny("Qwen3").bfloat16()
+    if kept:
+        packed_model.keep_fp32_logits(model)
+    packed, found = packed_model.build(model, CONTEXT), []
+    for scale in (1.0, 2.0):
+        with torch.inference_mode():
+            model.get_output_embeddings().weight.mul_(scale)
+            found.append(packed.mixed(*packed_model._probe_inputs(packed, (5,), 0)).logits)
+        assert found[-1].dtype is (torch.float32 if kept else torch.bfloat16)
+        assert torch.equal(found[-1].bfloat16().float(), found[-1].float()) is not kept
+    assert torch.equal(found[1], 2 * found[0])
+
+
 def test_deterministic_mode_gives_the_same_bits_in_any_batch(model: Any) -> None:
     def results(ended: list[SequenceState]) -> dict[str, Any]:
         return {generation.rid: (generation.output_ids, generation.logprobs) for generation in ended}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vcpo_megatron.config.process import ProcessContext
 from vcpo_megatron.config.schema import RunConfig
-from vcpo_megatron.orchestrator.peers.servers import make_fleet, sglang_server
+from vcpo_megatron.orchestrator.peers.servers import embedded_command, make_fleet, sglang_server
 from vcpo_megatron.rollout.fleet.sglang import SglangServer
 from vcpo_megatron.run.notifier import Notifier
 
@@ -56,7 +56,7 @@ def test_further_arguments_come_last() -> None:
 def run_config(**rollout: object) -> RunConfig:
     return RunConfig.model_validate(
         {
-            "model": {"path": "/m"},
+            "model": {"path": "/m", "dtype": "bfloat16"},
             "train": {"steps": 1},
             "environment": {"name": "e"},
             "rollout": {"engine": "sglang", "context_length": 32, **rollout},
@@ -72,6 +72,19 @@ def test_each_server_of_a_run_has_its_own_port_and_gpus(tmp_path: Path) -> None:
     config = run_config(python="/p", servers=2, tensor_parallel=2)
     first, second = (sglang_server(context(tmp_path), config, index) for index in range(2))
     assert (first.port, first.devices, second.port, second.devices) == (5000, ("0", "1"), 5001, ("2", "3"))
+
+
+def test_logits_stay_in_float32_where_the_learners_do(tmp_path: Path) -> None:
+    def flags(**model: object) -> tuple[bool, bool]:
+        config = run_config(python="/p", args=["--mem-fraction-static", "0.7"])
+        config = config.model_copy(update={"model": config.model.model_copy(update=model)})
+        server = sglang_server(context(tmp_path), config, 0)
+        assert server.command()[-2:] == ["--mem-fraction-static", "0.7"]
+        flag = "--enable-fp32-lm-head"
+        return flag in server.command(), flag in embedded_command(context(tmp_path), config, 0)
+
+    assert flags() == (True, True)
+    assert flags(fp32_lm_head=False) == flags(dtype="float32") == (False, False)
 
 
 def test_joined_servers_have_their_addresses_and_no_process(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from ...models import folder
 from ...run.errors import ConfigError
+from ..precision import dtype_problems
 from ..schema import RunConfig
 from .algorithm import algorithm_problems, idle_keys, training_problems
 from .experts import expert_problems
@@ -59,6 +60,7 @@ def problems(config: RunConfig, *, begins: bool = True) -> list[str]:
         *expert_problems(config, shape),
         *model_rollout_problems(config, shape),
         *engine_model_problems(config, shape),
+        *dtype_problems(config),
         *(start_problems(config, shape) if begins else ()),
         *folder.weight_problems(path, shape),
         *folder.tokenizer_problems(path, shape),

@@ -23,6 +23,7 @@ _RESERVED: dict[str, str] = {
     "--port": _OWN,
     "--dtype": _OWN,
     "--device": _OWN,
+    "--enable-fp32-lm-head": "set model.fp32_lm_head, which is the learner's too",
     "--tensor-parallel-size": "set rollout.tensor_parallel",
     "--tp-size": "set rollout.tensor_parallel",
     "--tp": "set rollout.tensor_parallel",

@@ -39,7 +39,8 @@ from . import rng
 from .distributed_optimizer import finish_loading, prepare_to_load
 from .errors import CheckpointError, reading, writing
 from .logprobs import load_weights
-from .saving import BackgroundSave, write_by_threads
+from .optimizer_shards import shard_without_gathering
+from .saving import BackgroundSave, host_storages, write_by_threads
 
 _T = TypeVar("_T")
 
@@ -68,6 +69,7 @@ class Checkpoints:
         self._facts = self._model_facts()
         self._saving: _Saving | None = None
         write_by_threads()
+        shard_without_gathering(trainable.optimizer)
 
     @property
     def busy(self) -> bool:
@@ -86,7 +88,9 @@ class Checkpoints:
                 path.mkdir(parents=True)
         self._barrier()
         with writing(path):
-            request = dist_checkpointing.save(self._state(loading=False), str(path), async_sharded_save=True)
+            state = self._state(loading=False)
+            live = host_storages(state)
+            request = dist_checkpointing.save(state, str(path), async_sharded_save=True)
             rng.save(path / "rng", self._parallel.rank)  # later: Megatron takes a folder with content for torn
         learner = {
             "ess": dataclasses.asdict(ess),
@@ -103,7 +107,7 @@ class Checkpoints:
             orchestrator=orchestrator,
             config=written(self._config),
         )
-        self._saving = _Saving(manifest, BackgroundSave(request), started)
+        self._saving = _Saving(manifest, BackgroundSave(request, live), started)
 
     def finished(self, *, wait: bool = False) -> tuple[int, float] | None:
         """(step, seconds) when the checkpoint that was started is complete now, else None."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -34,9 +35,10 @@ def write_by_threads() -> None:
 
 
 class BackgroundSave:
-    """One request being written. Made, asked and finished by every rank alike."""
+    """One request being written. Made, asked and finished by every rank alike. ``live``: addresses of the memory on the
+    host that training goes on to change."""
 
-    def __init__(self, request: AsyncRequest) -> None:
+    def __init__(self, request: AsyncRequest, live: frozenset[int]) -> None:
         self._finalize = list(request.finalize_fns)
         self._thread: threading.Thread | None = None
         #: CRC-32 of every file that this rank has written, by name; whole when ``written``.
@@ -45,7 +47,7 @@ class BackgroundSave:
             return  # this rank holds nothing that another one does not write
         _, _, results = request.async_fn_args
         transforms = request.async_fn.args[0]
-        buckets = [_owned(bucket) for bucket in request.preload_fn()]
+        buckets = [_owned(bucket, live) for bucket in request.preload_fn()]
         self._thread = threading.Thread(
             target=_write, args=(transforms, buckets, results, self.checksums), name="checkpoint", daemon=True
         )
@@ -64,10 +66,22 @@ class BackgroundSave:
             finalize()
 
 
-def _owned(bucket: Bucket) -> Bucket:
-    """The bucket with tensors that the next step cannot change: staging copies those of a GPU only."""
+def host_storages(state: dict[str, Any]) -> frozenset[int]:
+    """Addresses of all memory on the host that tensors of a sharded state lie in."""
+    values = (getattr(value, "data", value) for value in nested_values(state))
+    tensors = (value for value in values if isinstance(value, torch.Tensor) and value.device.type == "cpu")
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+
+def _owned(bucket: Bucket, live: frozenset[int]) -> Bucket:
+    """The bucket with tensors that the next step cannot change, each copied once: Megatron's staging copies those of a
+    GPU, and of the host those that are parts of larger ones."""
     path, key, (byte_items, tensor_items) = bucket
-    return path, key, (byte_items, [(item, tensor.clone()) for item, tensor in tensor_items])
+    owned = [
+        (item, tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor)
+        for item, tensor in tensor_items
+    ]
+    return path, key, (byte_items, owned)
 
 
 def _write(

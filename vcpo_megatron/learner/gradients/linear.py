@@ -13,6 +13,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..megatron.output_layer import has_fp32_logits, logits_of
 from .pack_scores import PackScores, ScoreSwitch, TokenShards, gather_rows
 from .tied import send_tied_rows
 
@@ -36,6 +37,7 @@ class LinearCall:
     reduce_input_gradient: bool
     group: dist.ProcessGroup
     dtype: torch.dtype
+    fp32_output: bool = False
 
 
 class ScoredLinear(torch.autograd.Function):
@@ -46,6 +48,8 @@ class ScoredLinear(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(x)
         total = gather_rows(x, call.group) if call.sequence_parallel else x
+        if call.fp32_output:
+            return logits_of(total, call.weight)
         out = torch.matmul(total.to(call.dtype), call.weight.to(call.dtype).t())
         return out if call.bias is None else out + call.bias
 
@@ -53,6 +57,7 @@ class ScoredLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         call: LinearCall = ctx.call
         (x,) = ctx.saved_tensors
+        grad = grad.to(call.dtype)  # float32 where the output is
         dx = grad.matmul(call.weight.to(call.dtype)).to(x.dtype)
         work, out = None, dx
         if call.sequence_parallel:
@@ -115,6 +120,7 @@ def attach_linear(
             allreduce_dgrad,
             group,
             weight.dtype,
+            fp32_output=has_fp32_logits(self),
         )
         return ScoredLinear.apply(input, call)
 

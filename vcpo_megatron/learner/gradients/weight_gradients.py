@@ -26,6 +26,7 @@ from torch.nn import Parameter
 
 from ..megatron import platform
 from ..megatron.platform import add_product
+from ..megatron.platform import fp32_product as _product
 
 if TYPE_CHECKING:
     from .pack_scores import PackScores, TokenShards
@@ -150,15 +151,6 @@ def length_classes(lengths: Sequence[int], limit: int, width: int, *, gpu: bool)
             longest = lengths[i]
             classes.append([i])
     return [sorted(members) for members in classes]
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32, whatever their dtype."""
-    if a.dtype is torch.float32:
-        return a @ b
-    if a.is_cuda:  # the matrix units accumulate in fp32: keep what they have
-        return torch.bmm(a, b, out_dtype=torch.float32) if a.dim() == 3 else torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
 
 
 def _add_product(total: Tensor, grads: Tensor, factors: Tensor, inputs: Tensor) -> None:

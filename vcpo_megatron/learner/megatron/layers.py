@@ -32,8 +32,9 @@ class RMSNorm(nn.Module):
 class PackParams(PackedSeqParams):
     """Megatron's parameters of a packed sequence, and what our own attention needs.
 
-    Padding at the end counts as one more sequence. ``positions`` int64 [T], on the device: of this rank's tokens in their
-    own sequences; ``angles``: how far each turns, once a layer has asked (``rope``). Nothing is copied to the device here.
+    Padding at the end counts as one more sequence. ``positions`` int64 [T], on the device: of this rank's tokens in
+    their own sequences; ``angles``: how far each turns, once a layer has asked (``rope``). Nothing is copied to the
+    device here.
     """
 
     attention: AttentionPlan

@@ -1,7 +1,7 @@
 """Log-probabilities and entropy from vocabulary-parallel logits, in chunks, in fp32.
 
 No full fp32 copy of the logits is ever made: forward and backward walk over the tokens in chunks of
-bounded size, and the gradient is written in the logits' own dtype.
+bounded size, and the gradient is written over the logits themselves, which nothing else reads then.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         logits, local, here, normalizer, entropy = ctx.saved_tensors
         width = logits.shape[1]
         grad = torch.zeros_like(normalizer) if grad is None else grad
-        out = torch.empty_like(logits)
+        out = logits.detach()  # of the same memory; a second reader of the logits would raise: their version changed
         for cut in _chunks(*logits.shape):
             logp = _scaled(logits[cut], ctx.temperature, ctx.real).sub_(normalizer[cut, None])
             chunk = logp.exp().neg_()

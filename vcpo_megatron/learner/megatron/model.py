@@ -34,6 +34,7 @@ from . import platform
 from .dispatch import PlannedDispatch
 from .latent import latent_options
 from .layer_specs import block_spec, engine_options, rope_is_fused
+from .output_layer import keep_fp32_logits
 from .parallel import Parallel
 from .rope import attention_scale, inverse_frequencies, turn_by_pack
 
@@ -74,6 +75,8 @@ def transformer_config(config: RunConfig, shape: ModelShape) -> TransformerConfi
         moe_token_dispatcher_type=config.parallel.expert_dispatcher,
         # the schedule must not rescale: losses are normalised over the global batch by us
         calculate_per_token_loss=True,
+        # then Megatron's own choices are such ones, too: its embedding and TransformerEngine's attention
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         # fusions would hide layer inputs
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
@@ -211,6 +214,8 @@ def build_network(config: RunConfig, parallel: Parallel, family: Family, shape: 
         )
         _set_frequencies(model, shape)
         plan_on_host(model)
+        if model.post_process and config.model.upcasts_logits:
+            keep_fp32_logits(model)
         model.to(platform.device())
         _mark_tensor_parallel(model, family)
         chunks.append(model)

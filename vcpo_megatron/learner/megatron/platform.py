@@ -103,6 +103,39 @@ def prepare() -> None:
     _patch_megatron()
 
 
+#: What libraries must read in the environment to give the same bits again -> values that do, the first of them where
+#: none is given. cuBLAS chooses among algorithms by the workspace of a stream; NCCL adds up in switches (NVLS) in the
+#: order of arrival; TransformerEngine's attention adds up gradients of keys and values in it.
+_REPEATABLE: dict[str, tuple[str, ...]] = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("^NVLS", "Ring", "Tree", "Ring,Tree", "Tree,Ring"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+}
+
+
+class NotRepeatable(RuntimeError):
+    """The environment asks for what does not give the same bits twice."""
+
+
+def repeat_to_the_last_bit() -> None:
+    """Have a GPU give the same bits again, as ``staleness.lag = "exact"`` promises; nothing on CPUs, which do.
+
+    After ``prepare`` and before anything is computed. torch's sums by index, which GPUs make with atomics in any order
+    (``index_add_``, ``scatter_add_``), are then sorted first, and an operation that has no such form raises a
+    RuntimeError with its name instead of running. NotRepeatable where a variable of the environment rules it out.
+    """
+    if not has_gpu():
+        return
+    for name, values in _REPEATABLE.items():
+        if (given := os.environ.setdefault(name, values[0])) not in values:
+            raise NotRepeatable(
+                f'{name}={given} does not repeat a run bit for bit, as staleness.lag = "exact" does; unset it, or set '
+                f"{name}={values[0]}"
+            )
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a write of everything
+
+
 class _NullStream:
     """Stands for side streams and events: on CPUs everything is already in order."""
 
@@ -247,7 +280,8 @@ def watched_reads(reads: DeviceReads) -> Iterator[DeviceReads]:
 
 
 def _asked_by() -> tuple[str, bool]:
-    """The line of the learner or of Megatron, outside of this module, that is being executed; whether a schedule runs."""
+    """The line of the learner or of Megatron, outside of this module, that is being executed, and whether it is inside
+    a schedule."""
     line, frame, inside = "", sys._getframe(1), False
     while True:
         path = Path(frame.f_code.co_filename)
@@ -261,7 +295,7 @@ def _asked_by() -> tuple[str, bool]:
 
 
 def asked_by() -> str:
-    """The line of the learner or of Megatron that is being executed, "folder/file.py:line"; this module's are skipped."""
+    """The line of the learner or of Megatron that is being executed, "folder/file.py:line", this module's skipped."""
     return _asked_by()[0]
 
 
@@ -393,6 +427,15 @@ def _uncompiled() -> Iterator[None]:
         yield
     finally:
         torch.compile = compiled
+
+
+def fp32_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32, whatever their dtype: [.., m, k] and [.., k, n], both of two dimensions or both of three."""
+    if a.dtype is torch.float32:
+        return a @ b
+    if a.is_cuda:  # the matrix units accumulate in fp32: keep what they have
+        return torch.bmm(a, b, out_dtype=torch.float32) if a.dim() == 3 else torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def add_product(total: Tensor, grads: Tensor, inputs: Tensor) -> None:

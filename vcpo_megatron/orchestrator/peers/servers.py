@@ -52,9 +52,16 @@ def embedded_command(context: ProcessContext, config: RunConfig, index: int) -> 
         command += ["--context-length", str(config.rollout.context_length)]
     if config.staleness.lag == "exact":
         command.append("--enable-deterministic-inference")
-    if config.rollout.routing_replay:
-        command.append("--enable-return-routed-experts")
-    return command
+    return [*command, *_same_as_learner(config)]
+
+
+def _same_as_learner(config: RunConfig) -> list[str]:
+    """Flags, the same for both engines, of what learner and servers must do alike."""
+    wanted = {
+        "--enable-fp32-lm-head": config.model.upcasts_logits,
+        "--enable-return-routed-experts": config.rollout.routing_replay,
+    }
+    return [flag for flag, given in wanted.items() if given]
 
 
 def sglang_server(context: ProcessContext, config: RunConfig, index: int) -> SglangServer:
@@ -70,7 +77,7 @@ def sglang_server(context: ProcessContext, config: RunConfig, index: int) -> Sgl
         context_length=rollout.context_length or read_model(config.model.path).max_position_embeddings,
         max_running_requests=rollout.max_running_requests,
         devices=context.server_devices[index * ranks : (index + 1) * ranks],
-        args=(*(("--enable-return-routed-experts",) if rollout.routing_replay else ()), *rollout.args),
+        args=(*_same_as_learner(config), *rollout.args),
     )
 
 

@@ -261,6 +261,15 @@ class PackedModel:
         return Computed(found[0], found[1] if len(found) > 1 else None)
 
 
+def keep_fp32_logits(model: Any) -> None:
+    """Have the output layer of a transformers model answer in float32, from hidden states and weights as they are.
+    Before ``build``. ModelError when it is no linear layer without bias."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        raise ModelError(f"--enable-fp32-lm-head: the output layer is a {type(head).__name__} that it is not known for")
+    head.forward = lambda hidden: hidden.float() @ head.weight.float().t()
+
+
 def build(model: Any, context_length: int, *, routed_experts: bool = False) -> PackedModel:
     """Wraps a transformers model; ModelError when its architecture cannot be run exactly, or has no experts to
     return."""

@@ -59,6 +59,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="pad every forward to a fixed shape: the same seeded requests give the same bits",
     )
     parser.add_argument(
+        "--enable-fp32-lm-head", action="store_true", help="logits in float32 where the model is in bfloat16"
+    )
+    parser.add_argument(
         "--enable-return-routed-experts",
         action="store_true",
         help="answer return_routed_experts: the experts of every token of a mixture of experts",
@@ -132,7 +135,7 @@ def make_service(options: argparse.Namespace, on_failure: Callable[[], None]) ->
     from .api import Service
     from .engine import Engine
     from .loading import context_length, load_model, load_tokenizer, read_config, stop_tokens
-    from .model import build
+    from .model import build, keep_fp32_logits
     from .requests import RequestParser
     from .runner import Runner
     from .scheduler import Scheduler
@@ -143,6 +146,8 @@ def make_service(options: argparse.Namespace, on_failure: Callable[[], None]) ->
     config = read_config(folder)
     length = context_length(config, options.context_length)
     model = load_model(folder, options.dtype)
+    if options.enable_fp32_lm_head:
+        keep_fp32_logits(model)
     packed = build(model, length, routed_experts=options.enable_return_routed_experts)
     runner = Runner(packed, options.max_running_requests, length, options.enable_deterministic_inference)
     scheduler = Scheduler(runner, options.weight_version)
@@ -171,6 +176,7 @@ def make_service(options: argparse.Namespace, on_failure: Callable[[], None]) ->
             "context_length": length,
             "random_seed": seed,
             "dtype": options.dtype,
+            "enable_fp32_lm_head": options.enable_fp32_lm_head,
             "enable_deterministic_inference": options.enable_deterministic_inference,
             "enable_return_routed_experts": options.enable_return_routed_experts,
         },

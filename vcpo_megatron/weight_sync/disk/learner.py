@@ -23,7 +23,7 @@ class DiskSender(Sender):
     """Writes folders of ``path``, named by version. ``model`` is the Hugging Face folder whose config.json goes with
     them, ``outline`` are shape and dtype of every tensor."""
 
-    held = 2
+    held = 1
     stored = True
 
     def __init__(self, path: Path, model: Path, outline: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
