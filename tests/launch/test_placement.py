@@ -112,7 +112,8 @@ def test_no_driver(tmp_path: Path) -> None:
 
 
 def test_the_table_has_a_line_a_process() -> None:
-    plan = plan_local(config(launch={"control_port": 4000}, rollout={"engine": "sglang", "python": "/p"}), gpus=["3", "5"])
+    sglang = {"engine": "sglang", "python": "/p"}
+    plan = plan_local(config(launch={"control_port": 4000}, rollout=sglang), gpus=["3", "5"])
     assert [line.split() for line in plan.table(Path("r")).splitlines()] == [
         ["role", "rank", "host", "devices", "port", "log"],
         ["orchestrator", "0", "127.0.0.1", "cpu", "4000", "r/logs/orchestrator.0.log"],

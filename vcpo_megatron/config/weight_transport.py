@@ -24,7 +24,7 @@ from typing import Literal
 
 from .schema import RolloutConfig
 
-#: Variables of NCCL that both ends of a broadcast must have alike -> what SGLang gives its servers where they are unset.
+#: Variables of NCCL that both ends of a broadcast need alike -> what SGLang's servers get where they are unset.
 _ALIKE = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vcpo_megatron.rollout.client.protocol import TRIAL
 from vcpo_megatron.weight_sync.distributed.broadcaster import Broadcaster, BroadcastError
 from vcpo_megatron.weight_sync.distributed.learner import DistributedSender
 from vcpo_megatron.weight_sync.plan import plan_buckets
@@ -118,8 +119,14 @@ def test_a_broadcaster_that_starts_outlives_what_is_given_up_meanwhile(tmp_path:
         opened = sender.open_group("g-2", 2)
         assert opened.address == "10.1.2.3"  # where servers are told to find it
         assert process.poll() is None
-        flat = torch.zeros(8, dtype=torch.uint8)
-        thread = threading.Thread(target=lambda: join(opened.port, "g-2", 1, 2).broadcast(flat), daemon=True)
+        flat, trial = torch.zeros(8, dtype=torch.uint8), torch.zeros(flat_size(TRIAL), dtype=torch.uint8)
+
+        def receive() -> None:
+            group = join(opened.port, "g-2", 1, 2)
+            group.broadcast(trial)  # what a group is tried with comes first
+            group.broadcast(flat)
+
+        thread = threading.Thread(target=receive, daemon=True)
         thread.start()
         sender.send("g-2", iter([("a", torch.tensor([1.5, -2.0]))]))
         thread.join(PATIENCE_S)
