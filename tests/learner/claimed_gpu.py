@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.types import Batch
+
 _CPU = torch.device("cpu")
 
 
@@ -75,3 +78,12 @@ def claim() -> None:
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     torch.compile = lambda function=None, **kwargs: function or (lambda inner: inner)  # type: ignore[assignment]
     _HostMemory().__enter__()
+
+
+def one_step_each(cases: list[tuple[RunConfig, list[Batch]]]) -> list[dict[str, Any]]:
+    """``run_layouts.one_step_each`` on a GPU that is claimed, in a world of one rank; the collectives are gloo's."""
+    claim()
+    torch.distributed.init_process_group("gloo")
+    from . import run_layouts
+
+    return run_layouts.one_step_each(cases)

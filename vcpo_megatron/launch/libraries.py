@@ -108,11 +108,8 @@ def nccl_difference(own: Path, learner: Libraries, python: Path | None, server: 
         return None
 
     def named(libraries: Libraries) -> str:
-        return (
-            f"NCCL {libraries.nccl} (torch {libraries.torch})"
-            if libraries.nccl
-            else f"torch {libraries.torch}, no NCCL"
-        )
+        nccl = f"NCCL {libraries.nccl}" if libraries.nccl else "no NCCL"
+        return f"{nccl} (torch {libraries.torch})"
 
     return (
         f"rollout.python = {python}: has {named(server)}, the learner's {own} has {named(learner)}, and NCCL refuses a "

@@ -266,7 +266,7 @@ def test_a_group_that_brings_nothing_is_refused_before_the_pause_naming_nccl_and
 
     match = (
         r"server 0 refused weights 1\.0 twice: the first number that was broadcast to it did not arrive \(.*2\.29\.7, "
-        r'rank 1 2\.30\.7\); NCCL.s version must be the same in the learner .* brings 2\.30\.7\).*rollout\.sync = "disk"'
+        r'rank 1 2\.30\.7\); NCCL.s version must be the same .* brings 2\.30\.7\).*rollout\.sync = "disk"'
     )
     with pytest.raises(SyncError, match=match):
         run_distributed(work, servers=1)

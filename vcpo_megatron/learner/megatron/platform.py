@@ -87,9 +87,8 @@ def require_devices(given: Sequence[str]) -> None:
     seen = torch.cuda.device_count() if has_gpu() else 0
     if seen >= len(given):
         return
-    reason = f"torch {torch.__version__}, built for " + (
-        f"CUDA {cuda}" if (cuda := torch.version.cuda) else "CPUs only"
-    )
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    reason = f"torch {torch.__version__}, built for {built_for}"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # an AssertionError where torch was built without CUDA

@@ -17,7 +17,8 @@ An evaluating server's target stays the version held for evaluation until ``end_
 not missed. A refused update is tried once more, whole; then the run ends. A server that does not take an update within
 ``rollout.sync_timeout_s`` is replaced if it may be restarted, else the run ends. Of a wave that shares what is sent it
 is not known for certain who failed: its servers are then updated again, one by one, unless all but one had answered
-when time ran out. A server that NCCL left in a broadcast which was given up (``Transport.strands``) is replaced in any case.
+when time ran out. A server that NCCL left in a broadcast which was given up (``Transport.strands``) is replaced in any
+case.
 """
 
 from __future__ import annotations

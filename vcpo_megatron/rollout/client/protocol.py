@@ -262,8 +262,8 @@ TRIAL: Sequence[tuple[str, str, Sequence[int]]] = ((f"vcpo.trial.{COMPUTED}", "b
 def update_weights_from_distributed_body(
     entries: Sequence[Sequence[Any]], group_name: str, version: str | None, flush_cache: bool = False
 ) -> dict[str, Any]:
-    """Body of ``/update_weights_from_distributed`` for one flattened bucket of [name, dtype, shape] entries; ``version``
-    None: that of the weights stays."""
+    """Body of ``/update_weights_from_distributed`` for one flattened bucket of [name, dtype, shape] entries; without a
+    ``version`` that of the weights stays."""
     names, dtypes, shapes = (list(column) for column in zip(*entries, strict=True))
     return {
         "names": names,

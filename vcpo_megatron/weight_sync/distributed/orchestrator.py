@@ -88,8 +88,8 @@ class DistributedTransport:
         for server in servers:
             if opened.backend == "nccl" and not server.client.info.on_gpus:
                 raise RunError(
-                    f"{server.name} at {server.client.base_url} runs on CPUs, and the learner's weights go by NCCL, which "
-                    'needs GPUs at both ends; set rollout.sync = "tensor" or "disk"'
+                    f"{server.name} at {server.client.base_url} runs on CPUs, and the learner's weights go by NCCL, "
+                    'which needs GPUs at both ends; set rollout.sync = "tensor" or "disk"'
                 )
         await run_all(
             *(
@@ -137,8 +137,9 @@ class DistributedTransport:
         if self._backend != "nccl":
             return what
         return (
-            f"{what}; NCCL's version must be the same in the learner (logs/broadcaster.0.log) and in the server (SGLang "
-            f"{TESTED_SGLANG} brings {TESTED_NCCL}), and so NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; {_OTHER_WAYS}"
+            f"{what}; NCCL's version must be the same in the learner (logs/broadcaster.0.log) and in the server "
+            f"(SGLang {TESTED_SGLANG} brings {TESTED_NCCL}), and so NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; "
+            f"{_OTHER_WAYS}"
         )
 
     async def transfer(self, wave: Wave[Receiver]) -> dict[str, str]:
