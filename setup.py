@@ -16,7 +16,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["vcpo_megatron", "vcpo_megatron.*"]),
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.11",
         "megatron-core>=0.16.1",
         "transformers>=5",
         "tokenizers>=0.21",
@@ -34,7 +34,8 @@ setup(
     extras_require={
         "parquet": ["pyarrow>=15"],
         "math": ["math-verify[antlr4_13_2]>=0.8"],
-        "gpu": ["transformer-engine[pytorch]>=2"],
+        # Its torch part is built against the torch that is there: tools/make_gpu_env.sh installs them in order.
+        "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
         "mpi": ["mpi4py>=4"],
         "mutation": ["cosmic-ray>=8.7"],
         "test": [

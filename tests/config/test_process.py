@@ -21,6 +21,7 @@ CONTEXT = ProcessContext(
     server_ports=(30000, 30001),
     server_devices=("2", "3"),
     run="3f9a21c0",
+    learner_devices=("0", "1"),
 )
 
 
@@ -34,12 +35,13 @@ def test_variables_are_what_the_documentation_says() -> None:
         "VCPO_SERVER_PORTS": "30000,30001",
         "VCPO_SERVER_DEVICES": "2,3",
         "VCPO_RUN": "3f9a21c0",
+        "VCPO_LEARNER_DEVICES": "0,1",
     }
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"resume_step": None}, {"resume_step": 0}, {"server_ports": (), "server_devices": ()}],
+    [{}, {"resume_step": None}, {"resume_step": 0}, {"server_ports": (), "server_devices": (), "learner_devices": ()}],
 )
 def test_round_trip(changes: dict) -> None:
     context = dataclasses.replace(CONTEXT, **changes)

@@ -292,12 +292,17 @@ def test_a_launcher_around_the_run_says_nothing_to_its_processes(
     assert "TORCHELASTIC_RUN_ID" in said and "MASTER_ADDR=10.1.2.3: set launch.address" in said
 
 
-def test_each_partition_sees_its_own_gpus() -> None:
+def test_each_partition_sees_its_own_gpus(tmp_path: Path) -> None:
     from vcpo_megatron.config.schema import RunConfig
-    from vcpo_megatron.launch.local import role_environment
+    from vcpo_megatron.launch import workspace
+    from vcpo_megatron.launch.local import LaunchOptions, _context, role_environment
     from vcpo_megatron.launch.placement import plan_local
+    from vcpo_megatron.launch.ports import Ports
+    from vcpo_megatron.launch.terminal import Terminal
 
-    plan = plan_local(RunConfig.model_validate(config()), gpus=("4", "5", "6", "GPU-ab", "8"))
+    settings = config()
+    settings["rollout"] |= {"engine": "sglang", "python": "/p"}
+    plan = plan_local(RunConfig.model_validate(settings), gpus=("4", "5", "6", "GPU-ab", "8"))
     assert role_environment(plan.orchestrator, plan, 29500, {}) == {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
@@ -315,6 +320,10 @@ def test_each_partition_sees_its_own_gpus() -> None:
     }
     cpus = plan_local(RunConfig.model_validate(config()))
     assert "CUDA_VISIBLE_DEVICES" not in role_environment(cpus.learners[0], cpus, 29500, {})
+    directory = RunDirectory(tmp_path)
+    workspace.prepare(directory)
+    context = _context(directory, plan, Ports(1, 2, (3, 4)), LaunchOptions(), Terminal())
+    assert (context.learner_devices, context.server_devices) == (("4", "5"), ("6", "GPU-ab"))
 
 
 def test_learner_that_outlives_the_orchestrator_is_killed(tmp_path: Path) -> None:

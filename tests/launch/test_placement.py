@@ -42,7 +42,8 @@ def test_ports_follow_the_configuration() -> None:
 
 
 def test_learner_and_servers_share_no_gpu() -> None:
-    plan = plan_local(config(launch={"learner_ranks": 2}, rollout={"servers": 2}), gpus=["3", "5", "6", "7", "8"])
+    sglang = {"engine": "sglang", "python": "/p", "servers": 2}
+    plan = plan_local(config(launch={"learner_ranks": 2}, rollout=sglang), gpus=["3", "5", "6", "7", "8"])
     assert [process.devices for process in plan.processes] == [(), (), (), ("3",), ("5",), ("6",), ("7",)]
 
 
@@ -60,9 +61,18 @@ def test_joined_servers_are_no_processes_of_the_run() -> None:
 
 
 def test_too_few_gpus() -> None:
+    sglang = {"engine": "sglang", "python": "/p", "servers": 2}
     with pytest.raises(PlacementError) as caught:
-        plan_local(config(launch={"learner_ranks": 2}, rollout={"servers": 2}), gpus=["0", "1", "2"])
+        plan_local(config(launch={"learner_ranks": 2}, rollout=sglang), gpus=["0", "1", "2"])
     assert_names(caught.value, "learner_ranks = 2", "rollout.servers = 2", "4 GPUs", "3 visible")
+    with pytest.raises(PlacementError, match="learner_ranks = 2: 2 GPUs are needed, 1 visible"):
+        plan_local(config(launch={"learner_ranks": 2}), gpus=["0"])
+
+
+def test_the_embedded_engine_takes_no_gpu() -> None:
+    """It computes on CPUs: the example runs on a host with one."""
+    plan = plan_local(config(rollout={"servers": 2}), gpus=["0"])
+    assert [process.devices for process in (*plan.learners, *plan.servers)] == [("0",), (), ()]
 
 
 def test_a_replay_has_no_servers() -> None:
@@ -72,7 +82,14 @@ def test_a_replay_has_no_servers() -> None:
 
 @pytest.mark.parametrize(
     ("hidden", "expected"),
-    [(None, ("0", "2", "10")), ("", ()), ("-1", ()), ("2, 0", ("2", "0")), ("GPU-4f", ("GPU-4f",))],
+    [
+        (None, ("0", "1", "2")),
+        ("", ()),
+        ("-1", ()),
+        ("2, 0", ("2", "0")),
+        ("1,-1,0", ("1",)),  # CUDA sees none after a number below 0
+        ("GPU-4f", ("GPU-4f",)),
+    ],
 )
 def test_gpus_that_the_driver_shows(tmp_path: Path, hidden: str | None, expected: tuple[str, ...]) -> None:
     (tmp_path / "dev").mkdir()
@@ -82,12 +99,23 @@ def test_gpus_that_the_driver_shows(tmp_path: Path, hidden: str | None, expected
     assert installed_gpus(environ, tmp_path) == expected
 
 
+def test_a_container_s_gpus_are_counted_as_cuda_counts_them(tmp_path: Path) -> None:
+    """The driver's numbers are the host's; CUDA_VISIBLE_DEVICES counts what the container shows, from 0."""
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia4", "nvidia5", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
+        (tmp_path / "dev" / name).touch()
+    assert installed_gpus({}, tmp_path) == ("0", "1")
+    plan = plan_local(config(launch={"learner_ranks": 2}), gpus=installed_gpus({}, tmp_path))
+    assert [process.devices for process in plan.learners] == [("0",), ("1",)]
+
+
 def test_no_driver(tmp_path: Path) -> None:
     assert installed_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == ()
 
 
 def test_the_table_has_a_line_a_process() -> None:
-    plan = plan_local(config(launch={"control_port": 4000}, rollout={"tensor_parallel": 1}), gpus=["3", "5"])
+    sglang = {"engine": "sglang", "python": "/p"}
+    plan = plan_local(config(launch={"control_port": 4000}, rollout=sglang), gpus=["3", "5"])
     assert [line.split() for line in plan.table(Path("r")).splitlines()] == [
         ["role", "rank", "host", "devices", "port", "log"],
         ["orchestrator", "0", "127.0.0.1", "cpu", "4000", "r/logs/orchestrator.0.log"],

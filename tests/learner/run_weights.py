@@ -12,6 +12,7 @@ import torch
 from vcpo_megatron.config.process import ProcessContext
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.learner.megatron import platform
+from vcpo_megatron.rollout.client.protocol import TRIAL
 from vcpo_megatron.transport.messages import (
     BucketTaken,
     GroupOpened,
@@ -131,6 +132,7 @@ def _receive(control: Control, ready: WeightsReady, number: int) -> tuple[dict[s
         opened = control.next(GroupOpened)
         store = find_store("127.0.0.1", opened.port, PATIENCE_S)
         control.group = WeightGroup(store, "g", 1, 2, "gloo", PATIENCE_S)  # type: ignore[attr-defined]
+        control.group.broadcast(torch.empty(flat_size(TRIAL), dtype=torch.uint8))  # type: ignore[attr-defined]
     control.post_to_sender(SendWeights("g", ready.version))
     found: dict[str, torch.Tensor] = {}
     for entries in ready.plan:

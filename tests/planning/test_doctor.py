@@ -11,6 +11,7 @@ import pytest
 
 from tests.messages import assert_names
 from vcpo_megatron.config.fused_kernels import InstalledKernels
+from vcpo_megatron.launch.libraries import Libraries, NoAnswer
 from vcpo_megatron.planning import doctor
 from vcpo_megatron.planning.doctor import Finding, examine, render
 
@@ -69,7 +70,9 @@ def test_missing_and_old_packages_name_the_remedy(versions: dict[str, str], tmp_
     assert finding(findings, "torch").level == "missing" and "2.5.9+cpu is too old" in finding(findings, "torch").text
 
 
-@pytest.mark.parametrize(("version", "level"), [("2.6", "ok"), ("2.13.0+cpu", "ok"), ("10", "ok"), ("2", "missing")])
+@pytest.mark.parametrize(
+    ("version", "level"), [("2.11", "ok"), ("2.13.0+cpu", "ok"), ("10", "ok"), ("2", "missing"), ("2.10.9", "missing")]
+)
 def test_versions_compare_by_number(versions: dict[str, str], tmp_path: Path, version: str, level: str) -> None:
     versions["torch"] = version
     assert finding(examine(tmp_path), "torch").level == level
@@ -96,6 +99,24 @@ def test_the_report_is_aligned() -> None:
     text = render([Finding("ok", "a", "one"), Finding("missing", "long name", "two")])
     assert text == "ok      a          one\nmissing long name  two"
     assert re.match(r"\S+\s+python +3\.", render(examine(Path.cwd())))
+
+
+def test_what_is_loaded_on_a_gpu_is_asked_of_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(found: Libraries | NoAnswer) -> list[Finding]:
+        def answer(python: Path, *, engine: bool) -> Libraries:
+            if isinstance(found, NoAnswer):
+                raise found
+            return found
+
+        monkeypatch.setattr(doctor, "loaded_libraries", answer)
+        return list(doctor._loaded(gpu=True))
+
+    (row,) = loads(Libraries("2.14.1+cu130", "2.30.7"))
+    assert row.level == "ok" and row.text.startswith("2.30.7 with torch 2.14.1+cu130; rollout servers on GPUs need")
+    _, broken = loads(Libraries("2.14.1+cu130", "2.30.7", "OSError: undefined symbol"))
+    assert broken.level == "wrong" and "cannot be imported (OSError: undefined symbol)" in broken.text
+    assert loads(NoAnswer("it cannot import torch")) == [Finding("wrong", "nccl", "it cannot import torch")]
+    assert list(doctor._loaded(gpu=False)) == []
 
 
 def kernels(installed: InstalledKernels, *, gpu: bool) -> dict[str, Finding]:

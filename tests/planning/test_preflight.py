@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.messages import assert_names
 from vcpo_megatron.config.schema import RunConfig
+from vcpo_megatron.planning import preflight
 from vcpo_megatron.planning.preflight import config_problems
 
 
@@ -38,3 +41,9 @@ def test_a_file_is_named_once(model_folder: Path) -> None:
 def test_without_a_model_the_environment_is_not_asked(tmp_path: Path) -> None:
     found = config_problems(config(tmp_path / "none", options={"digits": 0}))
     assert found and not any("digits" in line for line in found)
+
+
+def test_libraries_are_asked_where_there_are_gpus(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: ("0", "1"))
+    monkeypatch.setattr(preflight, "library_problems", lambda config, gpus: [f"unlike NCCLs on {','.join(gpus)}"])
+    assert config_problems(config(model_folder)) == ["unlike NCCLs on 0,1"]

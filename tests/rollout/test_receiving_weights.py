@@ -16,7 +16,9 @@ import torch
 
 from vcpo_megatron.conversion.dtypes import dtype_name
 from vcpo_megatron.rollout.client.http import ServerClient, ServerError
+from vcpo_megatron.rollout.client.protocol import TRIAL
 from vcpo_megatron.weight_sync.distributed.broadcaster import Broadcaster
+from vcpo_megatron.weight_sync.wire import flat_size
 
 pytestmark = pytest.mark.timeout(400)  # longer than the sender and a server may take to start
 
@@ -59,6 +61,24 @@ def fill(sender: Broadcaster, group: str, number: int, tensors: list[tuple[str, 
 
 def close(got: Any, expected: Any) -> bool:
     return len(got) == len(expected) and all(abs(a - b) < 1e-5 for a, b in zip(got, expected, strict=True))
+
+
+def test_a_group_is_tried_without_a_pause_and_leaves_the_weights_alone(
+    use: Callable[..., Any], sender: Broadcaster
+) -> None:
+    """What it is tried with has a name that no server loads."""
+
+    async def scenario(client: ServerClient) -> None:
+        group = await join(client, sender)
+        before = await client.weights_checksums()
+        sender.broadcast(group, 0, flat_size(TRIAL))
+        await client.begin_weight_update()
+        await client.update_weights_from_distributed(TRIAL, group, None)
+        await client.end_weight_update()
+        await asyncio.to_thread(sender.finish, nothing)
+        assert await client.weights_checksums() == before
+
+    use(scenario)
 
 
 def test_two_buckets_by_broadcast(use: Callable[..., Any], versions: Any, sender: Broadcaster) -> None:

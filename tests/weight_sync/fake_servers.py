@@ -12,6 +12,7 @@ import pytest
 from tests.orchestrator.fake_run import URL, FakeClient, config, fake_fleet
 from vcpo_megatron.orchestrator.peers.weight_sync import WeightSync
 from vcpo_megatron.rollout.client.http import ServerError
+from vcpo_megatron.rollout.client.protocol import TRIAL
 from vcpo_megatron.rollout.fleet.fleet import Fleet
 from vcpo_megatron.run.notifier import Notifier
 from vcpo_megatron.run.tasks import run_beside
@@ -44,6 +45,7 @@ class DistributedLearner:
         self.members: dict[str, set[int]] = {}
         self.waiting: dict[tuple[str, int], list[asyncio.Future[None]]] = {}
         self.silent = False
+        self.backend = "gloo"
         self.sums: dict[str, str] = {}
 
     async def send(self, message: Any) -> None:
@@ -52,7 +54,7 @@ class DistributedLearner:
             case OpenGroup(name, size):
                 self.sizes[name], self.members[name] = size, set()
                 if not self.silent:
-                    self.answer(GroupOpened(name, "127.0.0.1", 9, "gloo"))
+                    self.answer(GroupOpened(name, "127.0.0.1", 9, self.backend))
             case SendWeights(name, version):
                 self.answer(WeightsSent(name, version, self.sums))
             case StopSending(reason):
@@ -70,6 +72,7 @@ class DistributedLearner:
         self.waiting.clear()
 
     async def receive(self, name: str, number: int) -> None:
+        """Bucket ``number``; -1 is what the group is tried with."""
         if name not in self.sizes:
             raise ServerError(URL, "/update", 400, f"group {name} does not exist")
         arrived = asyncio.get_running_loop().create_future()
@@ -89,6 +92,7 @@ class DistributedClient(FakeClient):
     def reset(self) -> None:
         super().reset()
         self.groups: set[str] = set()
+        self.sessions: list[str] = []
         self.received: list[str] = []
         self.sums = {"a": "1"}
 
@@ -99,7 +103,7 @@ class DistributedClient(FakeClient):
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
         self._alive()
-        assert (address, port, backend) == ("127.0.0.1", 9, "gloo") and 1 <= rank_offset < world_size
+        assert (address, port, backend) == ("127.0.0.1", 9, self.sender.backend) and 1 <= rank_offset < world_size
         if group_name in self.groups:
             raise ServerError(URL, "/init", 400, "the name is taken")
         self.groups.add(group_name)
@@ -111,16 +115,31 @@ class DistributedClient(FakeClient):
         self.groups.discard(group_name)
 
     async def begin_weight_update(self) -> None:
-        await super().begin_weight_update()
-        self.received = []
+        """A session of its own needs no pause, unless the server would finish requests first."""
+        self._alive()
+        if self.session is not None:
+            raise ServerError(URL, "/begin_weight_update", 400, "a session is open")
+        self.session, self.received = [], []
+        self.sessions.append("paused" if self.paused else "running")
+
+    async def trial_fault(self) -> None:
+        pass
 
     async def update_weights_from_distributed(
-        self, entries: Any, group_name: str, version: str, flush_cache: bool = False
+        self, entries: Any, group_name: str, version: str | None, flush_cache: bool = False
     ) -> None:
         self._alive()
-        assert not flush_cache and self.paused
+        assert not flush_cache
         if self.session is None or group_name not in self.groups:
             raise ServerError(URL, "/update", 400, "no session, or not in the group")
+        if entries is TRIAL:
+            assert version is None
+            await self.trial_fault()
+            await self.sender.receive(group_name, -1)
+            self._alive()
+            self.events.append(f"tried {group_name} {self.sessions[-1]}")
+            return
+        assert self.paused and version is not None
         number = len(self.received)
         await self.bucket_fault(number)
         await self.sender.receive(group_name, number)

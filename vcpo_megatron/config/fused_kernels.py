@@ -58,6 +58,15 @@ def find_kernels() -> InstalledKernels:
     )
 
 
+def engine_problem(reason: str) -> str:
+    """One line for the user: TransformerEngine is installed, and importing it fails for ``reason``."""
+    return (
+        f"transformer-engine is installed and cannot be imported ({reason}): its torch part has to be built against "
+        "the torch beside it; make the environment anew with tools/make_gpu_env.sh, or go without (pip uninstall "
+        "transformer-engine transformer-engine-cu13 transformer-engine-torch)"
+    )
+
+
 def _exists(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 

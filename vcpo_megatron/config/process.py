@@ -31,7 +31,7 @@ class ProcessContext:
     """run_dir, attempt (from 1), resume_step (None: a fresh run), token (secret of the run),
     control (address of the orchestrator's socket, "tcp://host:port"), server_ports (one a server that the run starts),
     server_devices (GPUs of all of them, in order; empty: on CPUs), run (part of every version's name, see
-    ``types.PolicyVersion``)."""
+    ``types.PolicyVersion``), learner_devices (GPUs of all learner ranks, in order; empty: on CPUs)."""
 
     run_dir: Path
     attempt: int
@@ -41,6 +41,7 @@ class ProcessContext:
     server_ports: tuple[int, ...]
     server_devices: tuple[str, ...] = ()
     run: str = ""
+    learner_devices: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
         """Variables to set in a child's environment."""
@@ -53,6 +54,7 @@ class ProcessContext:
             "VCPO_SERVER_PORTS": ",".join(map(str, self.server_ports)),
             "VCPO_SERVER_DEVICES": ",".join(self.server_devices),
             "VCPO_RUN": self.run,
+            "VCPO_LEARNER_DEVICES": ",".join(self.learner_devices),
         }
 
     @classmethod
@@ -67,6 +69,7 @@ class ProcessContext:
             server_ports=tuple(int(port) for port in environ["VCPO_SERVER_PORTS"].split(",") if port),
             server_devices=tuple(device for device in environ["VCPO_SERVER_DEVICES"].split(",") if device),
             run=environ["VCPO_RUN"],
+            learner_devices=tuple(device for device in environ["VCPO_LEARNER_DEVICES"].split(",") if device),
         )
 
     def config(self) -> RunConfig:

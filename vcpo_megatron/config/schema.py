@@ -255,7 +255,7 @@ class RolloutConfig(Section):
     sync: Literal["auto", "tensor", "distributed", "disk"] = Field(
         "auto",
         description="how weights reach the servers: over HTTP, by one broadcast, or by a disk that they share; auto: "
-        "distributed where the learner has GPUs or a server has several, else tensor",
+        "distributed for SGLang where the learner has GPUs or a server has several ranks, else tensor",
     )
     sync_wave: int = Field(1, ge=1, description="servers that are updated, hence paused, at a time")
     verify_sync: bool = Field(False, description="compare checksums of what a server holds after every update")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -20,10 +21,14 @@ def visible_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 
 
 def installed_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[str, ...]:
-    """GPUs that the driver shows and CUDA_VISIBLE_DEVICES does not hide, whatever torch can use."""
-    nodes = (re.fullmatch(r"nvidia(\d+)", path.name) for path in (root / "dev").glob("nvidia*"))
-    present = tuple(sorted((node.group(1) for node in nodes if node), key=int))
+    """GPUs that the driver shows and CUDA_VISIBLE_DEVICES does not hide, whatever torch can use.
+
+    The driver's nodes bear the host's numbers: /dev/nvidia4 and nvidia5 of a container are CUDA's devices 0 and 1.
+    """
+    nodes = (re.fullmatch(r"nvidia\d+", path.name) for path in (root / "dev").glob("nvidia*"))
+    present = tuple(str(number) for number in range(sum(node is not None for node in nodes)))
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not present:
         return present
-    return tuple(name for part in chosen.split(",") if (name := part.strip()) and name != "-1")
+    names = (name for part in chosen.split(",") if (name := part.strip()))
+    return tuple(itertools.takewhile(lambda name: not name.startswith("-"), names))

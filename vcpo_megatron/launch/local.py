@@ -168,6 +168,7 @@ def _context(
         server_ports=ports.servers,
         server_devices=tuple(device for server in plan.servers for device in server.devices),
         run=workspace.run_identity(directory),
+        learner_devices=tuple(device for rank in plan.learners for device in rank.devices),
     )
 
 

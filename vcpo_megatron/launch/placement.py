@@ -2,7 +2,7 @@
 
 Nothing is started, bound or looked up here. ``port`` 0 means that a free port is chosen at start;
 ``devices`` are GPUs as CUDA_VISIBLE_DEVICES names them (empty: the process runs on CPUs). The learner's partition comes
-first, the rollout servers take the devices after it, ``rollout.tensor_parallel`` each.
+first, SGLang servers take the devices after it, ``rollout.tensor_parallel`` each; the embedded engine runs on CPUs.
 """
 
 from __future__ import annotations
@@ -88,21 +88,21 @@ def plan_local(config: RunConfig, *, gpus: Sequence[str] = (), host: str = "127.
     """Processes of ``config`` on one host with the GPUs ``gpus``; without any, all run on CPUs.
 
     Servers that are joined (rollout.addresses) are no processes of the run and take no devices. Raises PlacementError
-    when there are GPUs, but fewer than one a learner rank and ``rollout.tensor_parallel`` a server, or when the
+    when there are GPUs, but fewer than one a learner rank and ``rollout.tensor_parallel`` a SGLang server, or when the
     processes are more than any host runs.
     """
     ranks = config.launch.learner_ranks
-    servers, size = config.rollout.started, config.rollout.tensor_parallel
+    servers, size = config.rollout.started, config.rollout.tensor_parallel if config.rollout.engine == "sglang" else 0
     if ranks + servers > MAX_PROCESSES:
         raise PlacementError(
             f"launch.learner_ranks = {ranks} and rollout.servers = {servers} are {ranks + servers} processes, one host "
             f"runs at most {MAX_PROCESSES}; lower them"
         )
     if gpus and len(gpus) < ranks + servers * size:
-        each = f" of {size} GPUs each" if size > 1 else ""
+        of_servers = f" and rollout.servers = {servers}" * (size > 0) + f" of {size} GPUs each" * (size > 1)
         raise PlacementError(
-            f"launch.learner_ranks = {ranks} and rollout.servers = {servers}{each} need {ranks + servers * size} GPUs, "
-            f"{len(gpus)} visible; lower them, or hide the GPUs (CUDA_VISIBLE_DEVICES= ) to run on CPUs"
+            f"launch.learner_ranks = {ranks}{of_servers}: {ranks + servers * size} GPUs are needed, {len(gpus)} "
+            "visible; lower them, or hide the GPUs (CUDA_VISIBLE_DEVICES= ) to run on CPUs"
         )
 
     def process(role: Role, rank: int, devices: Sequence[str], port: int | None) -> Process:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from ..config.schema import RunConfig
+from ..config.weight_transport import weight_transport
 
 #: What torchrun and its kin tell their own ranks. A run has ranks of its own; with TORCHELASTIC_USE_AGENT_STORE they
 #: would wait for a store that an agent hosts, and none does.
@@ -38,7 +39,7 @@ def reach_problems(config: RunConfig, gpus: Sequence[str]) -> Iterator[str]:
     """Why joined servers could not find the learner that broadcasts weights to them, a line; the learner is on
     ``gpus``, or on CPUs where there are none."""
     rollout, address = config.rollout, config.launch.address
-    if rollout.sync != "distributed" and not (rollout.sync == "auto" and gpus):
+    if weight_transport(rollout, learner_on_gpus=bool(gpus)).name != "distributed":
         return  # the orchestrator, or a disk, brings them
     remote = [server for server in rollout.addresses if not is_here(_host(server))]
     if not remote or (address is not None and not is_loopback(address)):

@@ -22,6 +22,7 @@ def _run() -> int:
     try:
         context = ProcessContext.from_environment()
         config = context.config()
+        platform.require_devices(context.learner_devices)
         platform.prepare()
         if config.staleness.lag == "exact":
             platform.repeat_to_the_last_bit()

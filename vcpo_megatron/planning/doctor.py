@@ -1,4 +1,4 @@
-"""What is installed, what it enables and what is missing, without importing any of it.
+"""What is installed, what it enables and what is missing, without importing any of it here.
 
 Versions come from package metadata, hardware from the operating system, and the file system of run
 directories is tried in a scratch folder: checkpoints rely on fsync and atomic renames, a run
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Literal
 
 from ..config.checks.servers import TESTED_SGLANG, installed_sglang
-from ..config.fused_kernels import InstalledKernels, find_kernels
+from ..config.fused_kernels import InstalledKernels, engine_problem, find_kernels
 from ..launch.devices import installed_gpus, visible_gpus
+from ..launch.libraries import NoAnswer, loaded_libraries
 from ..run.directory import write_atomically
 from ..run.text import printable
 
@@ -28,7 +29,7 @@ Level = Literal["ok", "note", "missing", "wrong"]
 
 #: Distribution -> (least version, what it is for). The package's own requirements say the same.
 REQUIRED: dict[str, tuple[str, str]] = {
-    "torch": ("2.6", "learner and embedded engine"),
+    "torch": ("2.11", "learner and embedded engine"),
     "megatron-core": ("0.16.1", "learner: layers, schedules, optimizer, checkpoints"),
     "transformers": ("5", "embedded engine"),
     "tokenizers": ("0.21", "prompts and answers"),
@@ -72,6 +73,7 @@ def examine(run_root: Path, rollout_python: Path | None = None) -> list[Finding]
         *(_optional(name, *wanted) for name, wanted in OPTIONAL.items()),
         rollout_environment(rollout_python),
         *_gpus(),
+        *_loaded(gpu=bool(visible_gpus())),
         *_kernels(find_kernels(), gpu=bool(visible_gpus())),
         *_layers(find_kernels(), gpu=bool(visible_gpus())),
         _cores(),
@@ -150,6 +152,21 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("note", "gpu", f"{len(present)} found, but the installed torch is built for CPUs only")
     else:
         yield Finding("ok", "gpu", f"{len(usable)} usable ({', '.join(usable)})")
+
+
+def _loaded(*, gpu: bool) -> Iterator[Finding]:
+    """What cannot be seen without an import, which another process makes: the NCCL that torch loads, and whether an
+    installed TransformerEngine can be imported."""
+    if not gpu:
+        return
+    try:
+        own = loaded_libraries(Path(sys.executable), engine=find_kernels().transformer_engine)
+    except NoAnswer as error:
+        yield Finding("wrong", "nccl", str(error))
+        return
+    yield Finding("ok", "nccl", f"{own.nccl} with torch {own.torch}; rollout servers on GPUs need the same one")
+    if own.engine is not None:
+        yield Finding("wrong", "transformer engine", engine_problem(own.engine))
 
 
 def _kernels(installed: InstalledKernels, *, gpu: bool) -> Iterator[Finding]:

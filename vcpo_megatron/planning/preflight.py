@@ -6,6 +6,7 @@ from __future__ import annotations
 from ..config.checks.problems import problems
 from ..config.schema import RunConfig
 from ..launch.devices import visible_gpus
+from ..launch.libraries import library_problems
 from ..launch.placement import Plan
 from ..launch.ports import PortError, choose_ports
 from ..launch.reach import reach_problems
@@ -22,7 +23,8 @@ def config_problems(config: RunConfig, examination: Examination = NOTHING_PLAYED
     """Everything that keeps ``config`` from running here, but for what a start takes (its ports, its run directory),
     after an ``examination`` of its environment; from the main thread, see ``check_environment``. ``begins``: it runs
     from its start, not from a checkpoint of its own."""
-    found = [*problems(config, begins=begins), *reach_problems(config, visible_gpus())]
+    gpus = visible_gpus()
+    found = [*problems(config, begins=begins), *reach_problems(config, gpus), *library_problems(config, gpus)]
     try:
         with no_orphans():  # a user's code may start processes that leave its worker's group
             of_environment = check_environment(config, examination)

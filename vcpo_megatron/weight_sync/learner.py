@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from ..config.process import ProcessContext
 from ..config.schema import RunConfig
+from ..config.weight_transport import weight_transport
 from ..models.shape import ModelShape
 from ..transport.control import ControlClient
 from ..transport.messages import (
@@ -130,18 +131,16 @@ class WeightSender:
     def _make_sender(
         self, context: ProcessContext, outline: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> Sender:
-        rollout, on_gpus = self._config.rollout, self._source.device.type == "cuda"
-        transport: str = rollout.sync
-        if transport == "auto":
-            transport = "distributed" if on_gpus or rollout.tensor_parallel > 1 else "tensor"
-        match transport:
+        rollout = self._config.rollout
+        chosen = weight_transport(rollout, learner_on_gpus=self._source.device.type == "cuda")
+        match chosen.name:
             case "disk":
                 return DiskSender(context.directory.weights, self._config.model.path, outline)
             case "distributed":
-                backend, log = "nccl" if on_gpus else "gloo", context.directory.log("broadcaster", 0)
-                address = self._config.launch.address or "127.0.0.1"
-                return DistributedSender(self.plan, backend, rollout.sync_timeout_s, log, self._poll, address)
-            case _:
+                assert chosen.backend is not None
+                log, address = context.directory.log("broadcaster", 0), self._config.launch.address or "127.0.0.1"
+                return DistributedSender(self.plan, chosen.backend, rollout.sync_timeout_s, log, self._poll, address)
+            case "tensor":
                 return TensorSender(self.plan, rollout.sync_timeout_s, self._send_message, self._poll)
 
     # --- main thread --------------------------------------------------------------------------

@@ -6,6 +6,10 @@
                                                                         version; its next update ends this one first,
                                                                         or ``leave`` does, at the end of the run
 
+A group that was just opened is tried with one number first: what keeps NCCL from it (unlike versions, a network that it
+cannot use) is then named before any server is paused, unless one of them already serves. A server takes nothing from a
+group without a session, for which it would finish its requests: those that serve are tried in their pause.
+
 The whole update has one deadline, the caller's; ``Wave.at`` is the step it had reached. Servers that share what is
 sent fail together, and the transport lets nobody hang in it.
 """
@@ -88,9 +92,15 @@ class Updater:
     async def _steps(self, wave: Wave[Receiver]) -> None:
         transport, version = self.transport(wave.weights), str(wave.weights.version)
         await transport.prepare(wave)
+        if transport.untried(wave) and all(server.idle for server in wave.servers):
+            await self._each(wave, "begin a trial", self._begin)
+            await transport.trial(wave)
+            await self._each(wave, "end a trial", self._end)
         await self._each(wave, "pause", self._pause)
         if transport.session:
             await self._each(wave, "begin", self._begin)
+        if transport.untried(wave):
+            await transport.trial(wave)
         wave.at = "send"
         expected = await transport.transfer(wave) or wave.weights.checksums
         if transport.session:

@@ -34,6 +34,11 @@ class Receiver(Protocol):
     def incarnation(self) -> int: ...
 
     @property
+    def idle(self) -> bool:
+        """Whether it generates nothing, and so needs no pause."""
+        ...
+
+    @property
     def client(self) -> ServerClient: ...
 
 
@@ -43,13 +48,15 @@ _R_co = TypeVar("_R_co", bound=Receiver, covariant=True)
 @dataclass(eq=False)
 class Wave(Generic[_R_co]):
     """``servers``, in the ``incarnations`` that they have now, on their way to ``weights``; ``at`` is the step that is
-    being done, and ``waits_for`` are those that were asked and have not answered."""
+    being done, ``waits_for`` are those that were asked and have not answered, and ``receiving`` those of them that are
+    in a broadcast."""
 
     servers: Sequence[_R_co]
     weights: WeightsReady
     at: str = "prepare"
     incarnations: Sequence[int] = field(init=False)
     waits_for: set[_R_co] = field(default_factory=set)
+    receiving: set[_R_co] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.incarnations = [server.incarnation for server in self.servers]
@@ -80,12 +87,25 @@ class Transport(Protocol):
         """Whether the servers of a wave share what is sent, and so fail together."""
         ...
 
+    @property
+    def strands(self) -> bool:
+        """Whether a server that is in what was given up does not notice, and has to be replaced."""
+        ...
+
     def on_message(self, message: Message) -> None:
         """What the learner's sender says; an answer to a request that was given up is dropped."""
         ...
 
     async def prepare(self, wave: Wave[Receiver]) -> None:
         """What can be done while the servers still generate."""
+        ...
+
+    def untried(self, wave: Wave[Receiver]) -> bool:
+        """Whether nothing has come to the wave's servers yet by what they share."""
+        ...
+
+    async def trial(self, wave: Wave[Receiver]) -> None:
+        """The least that can be sent, to every server; before the first transfer by what is untried."""
         ...
 
     async def transfer(self, wave: Wave[Receiver]) -> dict[str, str]:

@@ -457,6 +457,10 @@ def test_a_rollout_environment_is_known_by_its_metadata(make: Callable[..., RunC
     for flag in ("--port", "--tp", "--speculative-algorithm=EAGLE"):
         (problem,) = problems(make(*sglang, ("rollout.args", (flag, "2"))))
         assert problem.startswith(f"rollout.args: {flag.split('=')[0]} is not taken: ")
+    for flag in ("--enable-symm-mem", "--enable-nccl-nvls"):
+        (problem,) = problems(make(*sglang, ("rollout.args", (flag,))))
+        assert problem.startswith(f"rollout.args: {flag} sets NCCL_") and "both ends" in problem
+        assert problems(make(*sglang, ("rollout.args", (flag,)), ("rollout.sync", "disk"))) == []
 
 
 def test_packages_that_a_pth_file_adds_count(rollout_python: Path, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def test_a_server_on_gpus_takes_them_all() -> None:
     assert "--device" not in given
     assert server.environment()["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert "SGLANG_USE_CPU_ENGINE" not in server.environment()
+    assert {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}.items() <= server.environment().items()
 
 
 def test_a_server_on_cpus_sleeps_when_idle_and_bounds_its_cache() -> None:

@@ -7,10 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from vcpo_megatron.rollout.client.protocol import TRIAL
+from vcpo_megatron.weight_sync.distributed import broadcaster as broadcaster_module
 from vcpo_megatron.weight_sync.distributed.broadcaster import Broadcaster, BroadcastError
 from vcpo_megatron.weight_sync.distributed.learner import DistributedSender
 from vcpo_megatron.weight_sync.plan import plan_buckets
@@ -118,8 +121,14 @@ def test_a_broadcaster_that_starts_outlives_what_is_given_up_meanwhile(tmp_path:
         opened = sender.open_group("g-2", 2)
         assert opened.address == "10.1.2.3"  # where servers are told to find it
         assert process.poll() is None
-        flat = torch.zeros(8, dtype=torch.uint8)
-        thread = threading.Thread(target=lambda: join(opened.port, "g-2", 1, 2).broadcast(flat), daemon=True)
+        flat, trial = torch.zeros(8, dtype=torch.uint8), torch.zeros(flat_size(TRIAL), dtype=torch.uint8)
+
+        def receive() -> None:
+            group = join(opened.port, "g-2", 1, 2)
+            group.broadcast(trial)  # what a group is tried with comes first
+            group.broadcast(flat)
+
+        thread = threading.Thread(target=receive, daemon=True)
         thread.start()
         sender.send("g-2", iter([("a", torch.tensor([1.5, -2.0]))]))
         thread.join(PATIENCE_S)
@@ -153,6 +162,25 @@ def test_a_receiver_that_goes_away_is_told_of(tmp_path: Path) -> None:
             sender.finish(nothing)
     finally:
         sender.kill()
+
+
+@pytest.mark.parametrize(
+    ("backend", "alike"), [("gloo", {}), ("nccl", {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"})]
+)
+def test_the_broadcaster_alone_gets_what_both_ends_need_alike(
+    backend: str, alike: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner's other groups keep NCCL's defaults; what a user sets holds at both ends."""
+    given: list[dict[str, str]] = []
+
+    def start(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        given.append(env)
+        return None
+
+    monkeypatch.setattr(broadcaster_module, "start_child", start)
+    monkeypatch.setitem(os.environ, "NCCL_NVLS_ENABLE", "1")
+    Broadcaster(SLOT, backend, PATIENCE_S, tmp_path / "log")._pipe.close()
+    assert given == [alike]
 
 
 def test_a_plan_cuts_at_the_limit_and_at_another_dtype() -> None:

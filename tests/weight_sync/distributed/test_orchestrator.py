@@ -19,6 +19,7 @@ from vcpo_megatron.orchestrator.peers.weight_sync import SyncError, WeightSync
 from vcpo_megatron.rollout.client.http import ServerError, ServerUnavailable
 from vcpo_megatron.rollout.client.replies import ServerInfo
 from vcpo_megatron.rollout.fleet.fleet import Fleet
+from vcpo_megatron.run.tasks import RunError
 from vcpo_megatron.transport.messages import (
     OpenGroup,
     SendingFailed,
@@ -229,3 +230,124 @@ def test_the_ranks_of_joined_servers_follow_one_another_in_the_group() -> None:
         assert joined == ["join g-1 as 1 of 8", "join g-1 as 2 of 8", "join g-1 as 6 of 8"]
 
     run_distributed(work, servers=3)
+
+
+# --- a group is tried before it is used ---------------------------------------------------------
+
+
+def test_a_group_is_tried_before_any_server_is_paused_and_in_the_pause_of_those_that_serve() -> None:
+    """The first group is of servers that serve nothing; those of the waves that roll are opened while all serve."""
+
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: DistributedLearner) -> None:
+        for number in range(3):
+            sync.offer(distributed(number))
+            await sync.all_loaded(number)
+        tried = [[event for event in client.events if event.startswith("tried")] for client in clients]
+        assert (
+            tried == [["tried g-1 running", "tried g-2 paused"]] * 2 + [["tried g-1 running", "tried g-3 paused"]] * 2
+        )
+        assert [client.sessions for client in clients] == [["running", "paused", "paused", "paused"]] * 4
+
+    run_distributed(work, servers=4, wave=2)
+
+
+def test_a_group_that_brings_nothing_is_refused_before_the_pause_naming_nccl_and_the_remedy() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: DistributedLearner) -> None:
+        sender.backend = "nccl"
+        clients[0].info = ServerInfo(on_gpus=True)
+
+        async def unlike() -> None:
+            assert not clients[0].paused
+            raise ServerError(URL, "/update", 400, "Mismatched NCCL version detected : rank 0 2.29.7, rank 1 2.30.7")
+
+        clients[0].trial_fault = unlike
+        sync.offer(distributed(0))
+        await asyncio.sleep(10)
+
+    match = (
+        r"server 0 refused weights 1\.0 twice: the first number that was broadcast to it did not arrive \(.*2\.29\.7, "
+        r'rank 1 2\.30\.7\); NCCL.s version must be the same .* brings 2\.30\.7\).*rollout\.sync = "disk"'
+    )
+    with pytest.raises(SyncError, match=match):
+        run_distributed(work, servers=1)
+
+
+def test_a_joined_server_on_cpus_is_refused_where_the_learner_broadcasts_by_nccl() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: DistributedLearner) -> None:
+        sender.backend = "nccl"
+        sync.offer(distributed(0))
+        await asyncio.sleep(10)
+
+    with pytest.raises(
+        RunError, match=r'server 0 at http://fake runs on CPUs.* set rollout\.sync = "tensor" or "disk"'
+    ):
+        run_distributed(work, servers=1)
+
+
+# --- a broadcast by NCCL that is given up ---------------------------------------------------------
+
+
+def on_gpus(clients: list[Any], sender: DistributedLearner) -> None:
+    """NCCL's servers; one that waits in a broadcast does not notice that its sender is killed."""
+    sender.backend = "nccl"
+    sender.drop = lambda error: sender.sizes.clear()  # type: ignore[method-assign]
+    for client in clients:
+        client.info = ServerInfo(on_gpus=True)
+
+
+def test_who_waits_in_a_broadcast_that_was_given_up_is_replaced_and_the_one_that_refused_is_not() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: DistributedLearner) -> None:
+        on_gpus(clients, sender)
+
+        async def refuse(number: int) -> None:
+            if number == 1:
+                await asyncio.sleep(0.05)  # the other one is in the broadcast by now
+                clients[0].bucket_fault = DistributedClient.bucket_fault.__get__(clients[0])
+                raise ServerError(URL, "/update", 400, "shape mismatch")
+
+        clients[0].bucket_fault = refuse
+        sync.offer(distributed(0))
+        await sync.all_loaded(0)
+        assert [client.events.count("start") for client in clients] == [1, 2]
+
+    run_distributed(work, max_restarts=1)
+
+
+def test_a_server_that_may_not_be_replaced_ends_the_run_by_its_name() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: DistributedLearner) -> None:
+        on_gpus(clients, sender)
+
+        async def refuse(number: int) -> None:
+            await asyncio.sleep(0.05)
+            raise ServerError(URL, "/update", 400, "shape mismatch")
+
+        clients[0].bucket_fault = refuse
+        sync.offer(distributed(0))
+        await asyncio.sleep(10)
+
+    with pytest.raises(SyncError, match=r"server 1 did not take weights 1\.0 \(.*shape mismatch.*max_restarts is 0"):
+        run_distributed(work)
+
+
+def test_a_sender_that_is_lost_twice_ends_the_run_though_its_servers_are_replaced() -> None:
+    async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: DistributedLearner) -> None:
+        on_gpus(clients, sender)
+
+        async def lose(number: int) -> None:
+            sender.answer(SendingFailed(f"g-{sender.log.count('OpenGroup')}", "the broadcaster ended, see its log"))
+            await asyncio.sleep(60)
+
+        original = sender.send
+
+        async def send(message: Any) -> None:  # what was sent is not said before it has left
+            if not isinstance(message, SendWeights):
+                await original(message)
+
+        sync._updater.transport(distributed(0))._send = send  # type: ignore[attr-defined]
+        clients[0].bucket_fault = lose
+        sync.offer(distributed(0))
+        await asyncio.sleep(20)
+
+    match = r"weights 1\.0 did not reach rollout server 0 twice: the broadcaster ended, see its log"
+    with pytest.raises(SyncError, match=match):
+        run_distributed(work, servers=1, max_restarts=5)

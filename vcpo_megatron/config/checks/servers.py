@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 
 from ..schema import RunConfig
 
-#: The SGLang that the tests run with.
+#: The SGLang that the tests run with, and the NCCL that comes with it on GPUs (by the torch that it asks for).
 TESTED_SGLANG = "0.5.23"
+TESTED_NCCL = "2.30.7"
 #: Flags that the run sets itself, or that would break what it relies on -> why they are refused in ``rollout.args``.
 _OWN = "the run sets it itself"
 _RESERVED: dict[str, str] = {
@@ -36,6 +37,11 @@ _RESERVED: dict[str, str] = {
     "--dp-size": "use rollout.servers",
     "--dp": "use rollout.servers",
     "--speculative-algorithm": "the log-probs of drafted tokens are not those that training needs",
+}
+#: Flags that change NCCL in the servers alone -> what they set there.
+_NCCL_FLAGS = {
+    "--enable-symm-mem": "NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE",
+    "--enable-nccl-nvls": "NCCL_NVLS_ENABLE",
 }
 
 
@@ -70,6 +76,11 @@ def server_problems(config: RunConfig) -> Iterator[str]:
     for arg in rollout.args:
         if (flag := arg.split("=", 1)[0]) in _RESERVED:
             yield f"rollout.args: {flag} is not taken: {_RESERVED[flag]}"
+        elif flag in _NCCL_FLAGS and rollout.sync not in ("tensor", "disk"):
+            yield (
+                f"rollout.args: {flag} sets {_NCCL_FLAGS[flag]} in the servers alone, and both ends of a broadcast of "
+                'weights need them alike; set the variables around vcpo train instead, or rollout.sync = "disk"'
+            )
 
 
 def _joined(config: RunConfig) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 Megatron-core calls torch.cuda in many places. Where there is no GPU, ``prepare`` replaces those functions by CPU ones
 before any Megatron object is built; every replacement is an attribute of torch or of a Megatron module and has its
-reason beside it. With a GPU nothing is replaced, so the GPU path is Megatron's own.
+reason beside it. With a GPU nothing is replaced, so the GPU path is Megatron's own; names of TransformerEngine that
+Megatron uses where there is none are completed on both.
 
 Fused kernels, of those that are installed:
 
@@ -12,7 +13,8 @@ Fused kernels, of those that are installed:
                       Megatron's layers call it for a plain backward. Where a trajectory's gradient is separated it is
                       ``add_product`` that does, on the gradient and on S_g alike
 
-A kernel that is found and not used is named in the log, with the reason.
+A kernel that is found and not used is named in the log, with the reason. A TransformerEngine that is installed and
+cannot be imported is refused: Megatron would end in the middle of an import, or go without it unasked.
 
 Numbers pass from the device to the host through ``read`` and ``start_read`` only, and back through ``to_device``: the
 host must be ahead of a GPU to keep it busy, and a copy that it waits for ends that. ``watched_reads`` counts them by
@@ -24,11 +26,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config.fused_kernels import InstalledKernels, find_kernels
+from ...config.fused_kernels import InstalledKernels, engine_problem, find_kernels
+from ...run.text import one_line
 
 _CPU = torch.device("cpu")
 
@@ -95,12 +99,35 @@ def prepare() -> None:
         for note in kernels().notes:
             print(f"kernels: {note}", file=sys.stderr, flush=True)  # a tool may print JSON
     kernels()
+    _complete_names()
     if has_gpu():
         torch.cuda.set_device(_gpu())
         return
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     _replace_cuda()
     _patch_megatron()
+
+
+class DeviceError(RuntimeError):
+    """The rank does not see the GPUs that it was given; one line for the user."""
+
+
+def require_devices(given: Sequence[str]) -> None:
+    """DeviceError unless torch sees every one of the GPUs ``given`` to the learner's ranks, as CUDA_VISIBLE_DEVICES
+    names them: Megatron would be made to run on CPUs, or ranks would share a GPU."""
+    seen = torch.cuda.device_count() if has_gpu() else 0
+    if seen >= len(given):
+        return
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    reason = f"torch {torch.__version__}, built for {built_for}"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # an AssertionError where torch was built without CUDA
+        reason += f": {one_line(error)}"
+    raise DeviceError(
+        f"the learner was given GPUs {','.join(given)} (CUDA_VISIBLE_DEVICES) and sees {seen} of {len(given)} "
+        f"({reason}); compare with nvidia-smi and vcpo doctor, or hide the GPUs (CUDA_VISIBLE_DEVICES= ) to run on CPUs"
+    )
 
 
 #: What libraries must read in the environment to give the same bits again -> values that do, the first of them where
@@ -191,21 +218,26 @@ def _replace_cuda() -> None:
     tensor.type = cuda_type
 
 
+def _complete_names() -> None:
+    """What Megatron 0.16.1 asks of TransformerEngine's names where it is missing, on GPUs and CPUs alike."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.multi_latent_attention as latent
+
+    # A router leaves this name undefined and then compares it with None.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # Wrappers import as None or as mocks, and latent attention asks isinstance(x, ...).
+    if not isinstance(latent.TELinear, type):
+        latent.HAVE_TE = False
+
+
 def _patch_megatron() -> None:
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as random
-    import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
-    import megatron.core.transformer.multi_latent_attention as latent
 
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
-    # 0.16.1 leaves this name undefined without TransformerEngine and then compares it with None.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    # Without TransformerEngine its wrappers import as None or as mocks, and latent attention asks isinstance(x, ...).
-    if not isinstance(latent.TELinear, type):
-        latent.HAVE_TE = False
     # Split sizes stay tensors when they already are on the CPU; all_to_all_single wants lists.
     dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, record_stream=False: (
         t.numpy() if as_numpy and torch.is_tensor(t) else t
@@ -395,6 +427,18 @@ def choose_kernels(installed: InstalledKernels, *, can_run: bool) -> Kernels:
     return Kernels("torch", False, hidden, tuple(notes))
 
 
+class LibraryError(RuntimeError):
+    """A library is installed and cannot be used; one line for the user."""
+
+
+def _refuse_broken_engine() -> None:
+    """LibraryError when TransformerEngine cannot be imported."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # fault boundary: a broken install raises what it likes (OSError, AssertionError, ...)
+        raise LibraryError(engine_problem(f"{type(error).__name__}: {one_line(error)}")) from error
+
+
 def _configure_megatron(kernels: Kernels) -> Kernels:
     """Make Megatron use ``kernels``, before it is imported. Returns what it really uses."""
     for module in kernels.hidden:
@@ -413,7 +457,10 @@ def _configure_megatron(kernels: Kernels) -> Kernels:
 @functools.cache
 def kernels() -> Kernels:
     """The fused kernels that this rank uses; the first call configures Megatron."""
-    chosen = choose_kernels(find_kernels(), can_run=runs_kernels())
+    installed = find_kernels()
+    if installed.transformer_engine and runs_kernels():
+        _refuse_broken_engine()
+    chosen = choose_kernels(installed, can_run=runs_kernels())
     with contextlib.nullcontext() if has_gpu() else _uncompiled():
         return _configure_megatron(chosen)
 

@@ -92,7 +92,7 @@ def make_fleet(context: ProcessContext, config: RunConfig, vocab_size: int, chan
             server = sglang_server(context, config, index)
             command, env = server.command(), env | server.environment()
         else:
-            command = embedded_command(context, config, index)
+            command, env = embedded_command(context, config, index), env | {"CUDA_VISIBLE_DEVICES": ""}  # on CPUs
         return start_child(command, env=env, log=context.directory.log("server", index))
 
     def stop(process: ServerProcess) -> int:

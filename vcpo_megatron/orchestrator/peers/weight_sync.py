@@ -17,7 +17,8 @@ An evaluating server's target stays the version held for evaluation until ``end_
 not missed. A refused update is tried once more, whole; then the run ends. A server that does not take an update within
 ``rollout.sync_timeout_s`` is replaced if it may be restarted, else the run ends. Of a wave that shares what is sent it
 is not known for certain who failed: its servers are then updated again, one by one, unless all but one had answered
-when time ran out.
+when time ran out. A server that NCCL left in a broadcast which was given up (``Transport.strands``) is replaced in any
+case.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class WeightSync:
         self._offered: dict[PolicyVersion, WeightsReady] = {}  # and not released
         self._waves: dict[asyncio.Task[None], Wave[Server] | None] = {}  # None: a release
         self._one_by_one: set[Server] = set()
+        self._lost_senders = 0  # failures of the learner's in a row that left servers in a broadcast
         self._refusals: dict[tuple[Server, int], int] = {}  # by server and incarnation
         self._seconds = 0.0
 
@@ -213,6 +215,7 @@ class WeightSync:
             await self._failed(wave, error)
         else:
             self._seconds = max(self._seconds, time.monotonic() - started)
+            self._lost_senders = 0
             for server, incarnation in zip(wave.servers, wave.incarnations, strict=True):
                 self._refusals.pop((server, incarnation), None)
                 self._one_by_one.discard(server)
@@ -239,6 +242,7 @@ class WeightSync:
         ran out for only one."""
         for server in wave.servers:
             self._fleet.missed(server)
+        await self._replace_stranded(wave, error, by_learner=by_learner)
         version = wave.weights.version
         late = wave.waits_for if isinstance(error, TimeoutError) else set()
         if len(wave.servers) > 1 and len(late) != 1:
@@ -261,6 +265,20 @@ class WeightSync:
         if refusals > 1:
             raise SyncError(f"{what} twice: {error}" + ("" if by_learner else f", {server.where}")) from error
         print(f"{what} ({error}); trying once more", flush=True)
+
+    async def _replace_stranded(self, wave: Wave[Server], error: Exception, *, by_learner: bool) -> None:
+        """Servers that wait in a broadcast which nobody will end, and which they do not notice, are of no use."""
+        if not self._updater.transport(wave.weights).strands or not wave.receiving:
+            return
+        stranded = sorted(wave.receiving, key=lambda server: server.index)
+        names = ", ".join(server.name for server in stranded)
+        self._lost_senders += by_learner
+        if self._lost_senders > 1:
+            raise SyncError(f"weights {wave.weights.version} did not reach {names} twice: {error}") from error
+        print(f"{names}: left in a broadcast that was given up ({_why(wave, error)}); to be replaced", flush=True)
+        incarnations = dict(zip(wave.servers, wave.incarnations, strict=True))
+        alive = [server for server in stranded if self._fleet.check(server, incarnations[server])]
+        await asyncio.gather(*(self._unreachable(server, wave, error) for server in alive))
 
     async def _has_died(self, server: Server, incarnation: int, within_s: float) -> bool:
         """Whether its process has ended, or does within ``within_s``."""

@@ -219,9 +219,10 @@ class ServerClient:
         await self._control(protocol.INIT_WEIGHTS_UPDATE_GROUP, body)
 
     async def update_weights_from_distributed(
-        self, entries: Sequence[Sequence[Any]], group_name: str, version: str, flush_cache: bool = False
+        self, entries: Sequence[Sequence[Any]], group_name: str, version: str | None, flush_cache: bool = False
     ) -> None:
-        """Take one flattened bucket that is broadcast in the group, between begin and end."""
+        """Take one flattened bucket that is broadcast in the group, between begin and end; ``version`` None: the name
+        of the weights stays."""
         body = protocol.update_weights_from_distributed_body(entries, group_name, version, flush_cache)
         await self._control(protocol.UPDATE_WEIGHTS_FROM_DISTRIBUTED, body)
 

@@ -252,10 +252,18 @@ def update_weights_from_tensor_body(
     return b'{"serialized_named_tensors": ["', bucket, b'"], ' + rest[1:].encode()
 
 
+#: In the name of a tensor that servers compute for themselves: it is received like any other, and not loaded. SGLang
+#: 0.5.23 passes over it in the models of every family that is trained here (their ``load_weights``).
+COMPUTED = "rotary_emb.inv_freq"
+#: One number that no model takes: what a group is tried with.
+TRIAL: Sequence[tuple[str, str, Sequence[int]]] = ((f"vcpo.trial.{COMPUTED}", "bfloat16", (1,)),)
+
+
 def update_weights_from_distributed_body(
-    entries: Sequence[Sequence[Any]], group_name: str, version: str, flush_cache: bool = False
+    entries: Sequence[Sequence[Any]], group_name: str, version: str | None, flush_cache: bool = False
 ) -> dict[str, Any]:
-    """Body of ``/update_weights_from_distributed`` for one flattened bucket of [name, dtype, shape] entries."""
+    """Body of ``/update_weights_from_distributed`` for one flattened bucket of [name, dtype, shape] entries; without a
+    ``version`` that of the weights stays."""
     names, dtypes, shapes = (list(column) for column in zip(*entries, strict=True))
     return {
         "names": names,

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..client.protocol import COMPUTED
 from .errors import RequestError
 
 NamedTensors = list[tuple[str, torch.Tensor]]
@@ -161,7 +162,8 @@ class UpdateSession:
 
     def stage(self, bucket: NamedTensors, version: str | None, memory: Sequence[torch.Tensor] = ()) -> None:
         """Adds a bucket and the ``memory`` that its tensors are views of, where that is to be used again; RequestError,
-        with nothing added, when a tensor does not fit the model."""
+        with nothing added, when a tensor does not fit the model. What the model computes for itself is left out."""
+        bucket = [(name, tensor) for name, tensor in bucket if COMPUTED not in name]
         self._parameters.check(bucket)
         self._staged.extend(bucket)
         self._memory.extend(memory)

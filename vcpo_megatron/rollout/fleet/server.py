@@ -84,6 +84,11 @@ class Server:
         return self.state is ServerState.SERVING
 
     @property
+    def idle(self) -> bool:
+        """It takes no requests and has none in flight: it may be asked to do something without a pause."""
+        return not self.serving and self.busy == 0
+
+    @property
     def starting(self) -> bool:
         """It has begun to start, and its deadline for that is not over."""
         return self.state is ServerState.STARTING and time.monotonic() < self.ready_by < math.inf

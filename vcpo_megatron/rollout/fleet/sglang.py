@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...config.weight_transport import nccl_variables
+
 #: Tokens of its context that SGLang never fills: an answer ends so many tokens before.
 _UNUSED = 2
 #: Set unless the run's own environment does: after a crash SGLang would spend 65 s on dumps before its process ends,
@@ -72,6 +74,7 @@ class SglangServer:
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the tokens that stay unused
         }
         variables |= {name: value for name, value in _NO_DUMPS.items() if name not in os.environ}
+        variables |= nccl_variables()
         if not self.devices:
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
         return variables

@@ -11,12 +11,19 @@ from ..wave import Receiver, Wave, request
 
 
 class DiskTransport:
-    session, together = False, False
+    session, together, strands = False, False, False
 
     def on_message(self, message: Message) -> None:
         pass
 
     async def prepare(self, wave: Wave[Receiver]) -> None:
+        pass
+
+    def untried(self, wave: Wave[Receiver]) -> bool:
+        """Servers share no group here."""
+        return False
+
+    async def trial(self, wave: Wave[Receiver]) -> None:
         pass
 
     async def transfer(self, wave: Wave[Receiver]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ...config.weight_transport import nccl_variables
 from ...transport.child import start_child, stop_child
 from ..sender import TransferError
 from ..wire import GroupError, WeightGroup, open_store
@@ -57,7 +58,9 @@ class Broadcaster:
                 backend,
                 repr(timeout_s),
             ]
-            self._process = start_child(command, env={}, log=log, pass_fds=(theirs.fileno(), memory), with_thread=True)
+            # it alone is in a group with servers: the learner's own groups keep NCCL's defaults
+            env = nccl_variables() if backend == "nccl" else {}
+            self._process = start_child(command, env=env, log=log, pass_fds=(theirs.fileno(), memory), with_thread=True)
         finally:
             os.close(memory)
             theirs.close()

@@ -1,5 +1,6 @@
 """The learner's end of ``rollout.sync`` = "distributed": buckets into the broadcaster's memory, and away.
 
+The first thing that goes through a group is the number that it is tried with (``TRIAL``); what it is does not matter.
 After a failure, or when the orchestrator closes the groups, a broadcaster that is in any is killed: its servers see
 their connections close. The next ``open_group`` starts another one.
 """
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...rollout.client.protocol import TRIAL
 from ...transport.messages import GroupOpened, WeightsReady
 from ...types import PolicyVersion
 from ..plan import Stream, next_bucket
@@ -44,6 +46,7 @@ class DistributedSender(Sender):
         self.start()
         assert self._broadcaster is not None
         port = self._broadcaster.open(name, world_size, self._poll)
+        self._broadcaster.broadcast(name, 0, flat_size(TRIAL))  # before the first bucket, in the slot of that one
         return GroupOpened(name, self._address, port, self._backend)
 
     def send(self, name: str, stream: Stream) -> None:

@@ -12,7 +12,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from ...run.tasks import run_all
+from ...config.checks.servers import TESTED_NCCL, TESTED_SGLANG
+from ...rollout.client.http import ServerError
+from ...rollout.client.protocol import TRIAL, ProtocolError
+from ...run.tasks import RunError, run_all
 from ...run.text import one_line
 from ...transport.messages import (
     GroupOpened,
@@ -27,8 +30,14 @@ from ...transport.messages import (
 )
 from ..wave import FAILURES, Receiver, Send, SenderLost, Wave, WaveFailed, request, sender_answer
 
+#: What to do where NCCL cannot be used between learner and servers.
+_OTHER_WAYS = 'make both environments as docs/gpu.md has it, or set rollout.sync = "disk", or "tensor" for one rank'
 #: Seconds that a server gets to leave a group that is closed.
 _LEAVE_S = 5.0
+
+
+class GroupRefused(RuntimeError):
+    """A server cannot be in a group with the learner; the message goes on from its name, in words."""
 
 
 class DistributedTransport:
@@ -42,6 +51,8 @@ class DistributedTransport:
         self._numbers = itertools.count(1)
         self._groups: dict[tuple[tuple[int, int], ...], str] = {}
         self._members: dict[str, Sequence[Receiver]] = {}
+        self._untried: set[str] = set()
+        self._backend = "gloo"
         self._opened: asyncio.Future[GroupOpened] | None = None
         self._sent: asyncio.Future[WeightsSent] | None = None
 
@@ -59,7 +70,8 @@ class DistributedTransport:
                         future.set_exception(SenderLost(message.reason))
 
     async def prepare(self, wave: Wave[Receiver]) -> None:
-        """Have the wave's group, opening it when it is new or a server's process is."""
+        """Have the wave's group, opening it when it is new or a server's process is; RunError for a joined server that
+        NCCL cannot serve."""
         servers = wave.servers
         key = _processes(servers)
         if key in self._groups:
@@ -72,6 +84,13 @@ class DistributedTransport:
         self._opened = asyncio.get_running_loop().create_future()
         await self._send(OpenGroup(name, size))
         opened = await sender_answer(self._answer(self._opened), self._timeout_s)
+        self._backend = opened.backend
+        for server in servers:
+            if opened.backend == "nccl" and not server.client.info.on_gpus:
+                raise RunError(
+                    f"{server.name} at {server.client.base_url} runs on CPUs, and the learner's weights go by NCCL, "
+                    'which needs GPUs at both ends; set rollout.sync = "tensor" or "disk"'
+                )
         await run_all(
             *(
                 request(
@@ -85,11 +104,46 @@ class DistributedTransport:
             )
         )
         self._groups[key] = name
+        self._untried.add(name)
 
-    async def transfer(self, wave: Wave[Receiver]) -> dict[str, str]:
+    @property
+    def strands(self) -> bool:
+        """A killed sender closes gloo's connections. Over NVLink NCCL's kernels wait for it in memory, for ever."""
+        return self._backend == "nccl"
+
+    def untried(self, wave: Wave[Receiver]) -> bool:
+        return self._groups.get(_processes(wave.servers)) in self._untried
+
+    async def trial(self, wave: Wave[Receiver]) -> None:
+        name, wave.at = self._group_of(wave), "trial of the group"
+        try:
+            await run_all(
+                *(request(wave, server, self._receive(wave, server, TRIAL, name, None)) for server in wave.servers)
+            )
+        except WaveFailed as failure:
+            if not isinstance(failure.cause, ServerError):
+                raise
+            raise WaveFailed(failure.server, GroupRefused(self._explained(failure.cause))) from failure
+        self._untried.discard(name)
+
+    def _group_of(self, wave: Wave[Receiver]) -> str:
         name = self._groups.get(_processes(wave.servers))
         if name is None:
             raise WaveFailed(None, SenderLost("a server was restarted meanwhile"))
+        return name
+
+    def _explained(self, error: ServerError) -> str:
+        what = f"the first number that was broadcast to it did not arrive ({one_line(error)})"
+        if self._backend != "nccl":
+            return what
+        return (
+            f"{what}; NCCL's version must be the same in the learner (logs/broadcaster.0.log) and in the server "
+            f"(SGLang {TESTED_SGLANG} brings {TESTED_NCCL}), and so NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; "
+            f"{_OTHER_WAYS}"
+        )
+
+    async def transfer(self, wave: Wave[Receiver]) -> dict[str, str]:
+        name = self._group_of(wave)
         self._sent = asyncio.get_running_loop().create_future()
         await self._send(SendWeights(name, wave.weights.version))
         *_, sent = await run_all(
@@ -103,7 +157,17 @@ class DistributedTransport:
         weights = wave.weights
         for number, entries in enumerate(weights.plan, 1):
             wave.at = f"bucket {number} of {len(weights.plan)}"
-            await server.client.update_weights_from_distributed(entries, name, str(weights.version), flush_cache=False)
+            await self._receive(wave, server, entries, name, str(weights.version))
+
+    @staticmethod
+    async def _receive(wave: Wave[Receiver], server: Receiver, entries: Any, name: str, version: str | None) -> None:
+        wave.receiving.add(server)
+        try:
+            await server.client.update_weights_from_distributed(entries, name, version, flush_cache=False)
+        except (ServerError, ProtocolError):  # it has answered; one that was cut off, or lost, may still wait
+            wave.receiving.discard(server)
+            raise
+        wave.receiving.discard(server)
 
     @staticmethod
     async def _answer(future: asyncio.Future[Any]) -> Any:
@@ -115,6 +179,7 @@ class DistributedTransport:
     async def abort(self, reason: str) -> None:
         """Close every group: the learner kills its broadcaster, so servers that wait in a broadcast see it go."""
         members, self._members, self._groups = self._members, {}, {}
+        self._untried.clear()
         await self._send(StopSending(reason))
 
         async def leave(server: Receiver, name: str) -> None:

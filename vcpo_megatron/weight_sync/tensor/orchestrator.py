@@ -27,7 +27,7 @@ from ..wave import Receiver, Send, SenderLost, Wave, WaveFailed, request, sender
 class TensorTransport:
     """Arguments as in ``weight_sync.orchestrator.Transports``."""
 
-    session, together = True, True
+    session, together, strands = True, True, False
 
     def __init__(self, send: Send, *, prefix: str, timeout_s: float) -> None:
         self._send, self._prefix, self._timeout_s = send, prefix, timeout_s
@@ -48,6 +48,13 @@ class TensorTransport:
                     f"{server.name} at {server.client.base_url} has {ranks} tensor-parallel ranks, and weights go by "
                     'rollout.sync = "tensor" to servers of one; set it to "distributed" or "disk"'
                 )
+
+    def untried(self, wave: Wave[Receiver]) -> bool:
+        """Servers share no group here."""
+        return False
+
+    async def trial(self, wave: Wave[Receiver]) -> None:
+        pass
 
     async def transfer(self, wave: Wave[Receiver]) -> dict[str, str]:
         weights, name = wave.weights, f"{self._prefix}-{next(self._numbers)}"

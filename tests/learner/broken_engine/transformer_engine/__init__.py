@@ -1,0 +1,1 @@
+"""TransformerEngine as it is found where its torch part was built against another torch."""
