@@ -74,8 +74,8 @@ def make_work(count: int, vocab_size: int, seed: int) -> list[RequestSpec]:
 
 
 @contextmanager
-def engine_server(model: Path, log: Path, max_running: int) -> Iterator[str]:
-    """URL of an embedded engine that serves ``model`` for the length of the block."""
+def engine_server(model: Path, log: Path, max_running: int, *options: str) -> Iterator[str]:
+    """URL of an embedded engine that serves ``model`` for the length of the block; ``options`` of its command."""
     command = [
         sys.executable,
         "-m",
@@ -88,6 +88,7 @@ def engine_server(model: Path, log: Path, max_running: int) -> Iterator[str]:
         str(max_running),
         "--random-seed",
         "0",
+        *options,
     ]
     root = str(Path(__file__).resolve().parents[2])
     process = start_child(command, env={"PYTHONUNBUFFERED": "1", "PYTHONPATH": root}, log=log)

@@ -1,0 +1,271 @@
+"""Weights on their way out: copies on the host, the broadcasting process and a server's, and a real server's update."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.checklist import Found, Missed, Place, require
+from tests.gpu.models import Size, make_random_model
+
+ROOT = Path(__file__).resolve().parents[3]
+TRANSPORTS = ("tensor", "distributed", "disk")
+#: Seconds for a peer's end to be seen.
+NOTICED_S = 20.0
+#: Seconds for a process to start and to join.
+START_S = 60.0
+
+
+def snapshots(place: Place) -> Found:
+    """A version's copy while training goes on: it stays as it was, and how fast it is made into memory that is in use."""
+    import torch
+    from benchmarks import step as benchmark
+
+    from vcpo_megatron.learner.weights.gather import WeightGatherer
+    from vcpo_megatron.learner.weights.snapshots import Snapshots
+    from vcpo_megatron.types import PolicyVersion
+
+    work = benchmark.Workload("500M" if place.large else "1M", 64, 1, 2, dtype="bfloat16")
+    bench = benchmark.Bench(place.folder, work, ("plain",))
+    snapshots = Snapshots(WeightGatherer(bench.trainable, bench.parallel), bench.parallel, bench.trainable.shape)
+    parameters = [p for chunk in bench.trainable.chunks for p in chunk.parameters()]
+    size, seconds, sums = sum(p.nbytes for p in parameters), [], []
+    for number in (1, 2, 3, 4):
+        version = PolicyVersion(1, number)
+        _synchronize()
+        started = time.perf_counter()
+        snapshots.take(version, 2, START_S, lambda: None)
+        seconds.append(time.perf_counter() - started)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(0.5)  # trained on at once
+        sums.append(sum(float(t.double().sum()) for _, t in snapshots.stream(version, START_S, None)))
+        snapshots.release(version)
+    _leave()
+    count = sum(p.numel() for p in parameters)
+    worst = max(abs((after - before) / count - 0.5) for before, after in zip(sums, sums[1:], strict=False))
+    rate = size / min(seconds[1:])
+    text = f"{size / 1e9:.2f} GB at {rate / 1e9:.1f} GB/s, {require(worst, 0.01, 'a version told from the next')}"
+    return Found(text, {"bytes": size, "seconds": seconds, "bytes a second": rate})
+
+
+def broadcast(place: Place) -> Found:
+    """Buckets to a process of its own, byte for byte; it is killed while one is on its way, and the sender says so; the
+    sender is killed, and it notices; and then another group takes them all."""
+    from vcpo_megatron.weight_sync.distributed.broadcaster import Broadcaster
+
+    backend = "nccl" if place.gpus > 1 else "gloo"
+    sizes = [64 << 20] * 7 + [1237] if place.large else [4 << 20] * 3 + [1237]
+    texts, figures = [], {"backend": backend}
+    sender = Broadcaster(max(sizes), backend, NOTICED_S, place.folder / "sender.log")
+    try:
+        figures["bytes a second"] = _whole_update(place, sender, "first", sizes, backend)
+        texts.append(f"{backend}, {figures['bytes a second'] / 1e9:.2f} GB/s")
+        figures["a killed receiver is noticed after"] = _receiver_killed(place, sender, sizes, backend)
+        texts.append(f"a killed receiver is noticed after {figures['a killed receiver is noticed after']:.1f} s")
+    finally:
+        sender.kill()
+    sender = Broadcaster(max(sizes), backend, NOTICED_S, place.folder / "sender.log")
+    try:
+        _whole_update(place, sender, "again", sizes, backend)
+        noticed = _sender_killed(place, sender, sizes, backend)
+    finally:
+        sender.kill()
+    figures["a killed sender is noticed after"] = noticed
+    if noticed is None and backend == "gloo":
+        raise Missed(f"a receiver did not notice within {NOTICED_S:g} s that the sender was killed")
+    said = f"after {noticed:.1f} s" if noticed is not None else f"not within {NOTICED_S:g} s: it has to be replaced"
+    texts.append(f"a killed sender {said}")
+    return Found(", ".join(texts), figures)
+
+
+def _whole_update(place: Place, sender: Any, name: str, sizes: list[int], backend: str) -> float:
+    """All buckets arrive as they were sent; bytes a second, the receiver's checksums included."""
+    import torch
+
+    from tests.gpu.receiver import checksum
+
+    with _receiver(place, sender, name, sizes, backend) as receiver:
+        receiver.wait_for("waiting", 1, START_S)
+        started, sent = time.perf_counter(), []
+        for number, size in enumerate(sizes):
+            flat = (torch.arange(size, dtype=torch.int32) * 7 + number).remainder(251).to(torch.uint8)
+            sender.slot(number, lambda: None)[:size].copy_(flat)
+            sent.append(checksum(flat))
+            sender.broadcast(name, number, size)
+        sender.finish(lambda: None)
+        lines = receiver.wait_for("bucket ", len(sizes), NOTICED_S)
+        seconds = time.perf_counter() - started
+    arrived = [line.split()[1] for line in lines]
+    if arrived != sent:
+        raise Missed(f"buckets arrived as {arrived}, sent were {sent}")
+    return sum(sizes) / seconds
+
+
+def _receiver_killed(place: Place, sender: Any, sizes: list[int], backend: str) -> float:
+    """Seconds from the kill of a receiver, which has taken one bucket and would not take the next, to the sender's word."""
+    from vcpo_megatron.weight_sync.distributed.broadcaster import BroadcastError
+
+    with _receiver(place, sender, "killed", sizes[:1], backend, stays=True) as receiver:
+        receiver.wait_for("waiting", 1, START_S)
+        sender.slot(0, lambda: None)
+        sender.broadcast("killed", 0, sizes[0])
+        receiver.wait_for("bucket ", 1, NOTICED_S)
+        for number in (1, 2):  # more than the kernel's buffers take
+            sender.slot(number, lambda: None)
+            sender.broadcast("killed", number, sizes[0])
+        receiver.process.kill()
+        receiver.process.wait(NOTICED_S)
+        killed = time.monotonic()
+        try:
+            for number in (3, 4):
+                sender.slot(number, lambda: None)
+                sender.broadcast("killed", number, sizes[0])
+            sender.finish(lambda: None)
+        except BroadcastError:
+            return time.monotonic() - killed
+    raise Missed("every bucket left, although the receiver was killed before it had taken the second")
+
+
+def _sender_killed(place: Place, sender: Any, sizes: list[int], backend: str) -> float | None:
+    """Seconds from the kill of the broadcasting process to the end of a receiver that waits in a broadcast; None where
+    it still waits."""
+    with _receiver(place, sender, "left", [sizes[0]] * 2, backend) as receiver:
+        receiver.wait_for("waiting", 1, START_S)
+        sender.slot(0, lambda: None)
+        sender.broadcast("left", 0, sizes[0])
+        receiver.wait_for("waiting", 2, NOTICED_S)
+        sender.kill()
+        killed = time.monotonic()
+        try:
+            code = receiver.process.wait(NOTICED_S)
+        except subprocess.TimeoutExpired:
+            return None
+        if code != 3:
+            raise Missed(f"the receiver ended with status {code}: {receiver.text()[-300:]}")
+        return time.monotonic() - killed
+
+
+class Receiver:
+    """A process of ``tests.gpu.receiver`` and what it has said."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process, self._log = process, log
+
+    def text(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, word: str, count: int, seconds: float) -> list[str]:
+        """The lines that begin with ``word``, once there are ``count``."""
+        deadline = time.monotonic() + seconds
+        while True:
+            lines = [line for line in self.text().splitlines() if line.startswith(word)]
+            if len(lines) >= count:
+                return lines
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise Missed(f"{len(lines)} of {count} lines {word!r} from the receiver: {self.text()[-300:]}")
+            time.sleep(0.005)
+
+
+@contextmanager
+def _receiver(
+    place: Place, sender: Any, name: str, sizes: list[int], backend: str, *, stays: bool = False
+) -> Iterator[Receiver]:
+    """A receiver that joins group ``name``; ``stays``: after the last bucket it goes on to be a member of the group."""
+    from tests.gpu.receiver import STAY
+    from vcpo_megatron.transport.child import start_child, stop_child
+
+    port = sender.open(name, 2, lambda: None)
+    command = [sys.executable, "-m", "tests.gpu.receiver", name, str(port), backend, repr(NOTICED_S * 3)]
+    command += ["1" if place.gpus > 1 else "0", *map(str, sizes)]
+    command += [STAY] * stays
+    log = place.folder / f"{name}.log"
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    process = start_child(command, env={"PYTHONPATH": paths}, log=log)
+    try:
+        yield Receiver(process, log)
+    finally:
+        stop_child(process, grace_s=0.0)
+
+
+def to_a_server(place: Place) -> Found:
+    """A server of the embedded engine gets a version by each transport, while the learner has trained on: its log-probs
+    are those of transformers' model with that version's weights."""
+    from benchmarks.rollout import engine_server
+    from benchmarks.sync import Learner, Orchestrator
+
+    size = Size(512, 8, 1536, 8, 2, 8192, 512) if place.large else Size(64, 2, 96, 4, 2, 128, 128)
+    model = make_random_model(place.folder / "sent", size, "float32")
+    tokens = [(7 * i * i + 3) % size.vocabulary for i in range(64)]
+    figures: dict[str, Any] = {}
+    with engine_server(model, place.folder / "server.log", 4) as url:
+        for number, transport in enumerate(TRANSPORTS, 1):
+            factor = 1.0 + 0.05 * number
+            learner = Learner(model, place.folder / transport, transport, 32 << 20 if place.large else 64 << 10)
+            try:
+                figures[transport] = _updated(learner, Orchestrator, url, size.vocabulary, factor, tokens)
+            finally:
+                learner.close()
+            figures[transport]["difference"] = _apart(model, factor, tokens, figures[transport].pop("scored"))
+    text = ", ".join(
+        f"{require(found['difference'], 1e-3, transport)} in {found['update s']:.2f} s"
+        for transport, found in figures.items()
+    )
+    return Found(text, figures)
+
+
+def _updated(learner: Any, orchestrator_of: Any, url: str, vocabulary: int, factor: float, tokens: list[int]) -> Any:
+    """Publish every weight times ``factor``, train on, update the server; what it says of ``tokens``."""
+
+    async def update() -> tuple[float, list[float]]:
+        orchestrator = orchestrator_of(learner, [url], vocabulary)
+        try:
+            started = time.perf_counter()
+            await orchestrator.update()
+            seconds = time.perf_counter() - started
+            return seconds, await orchestrator.servers[0].client.score(tokens)
+        finally:
+            await orchestrator.close()
+
+    for shard in learner.shards.values():
+        shard.mul_(factor)
+    stall = learner.publish()
+    for shard in learner.shards.values():
+        shard.add_(1.0)  # trained on, before anything is sent
+    seconds, scored = asyncio.run(update())
+    return {"update s": seconds, "learner waits s": stall, "bytes": learner.bytes, "scored": scored}
+
+
+def _apart(model: Path, factor: float, tokens: list[int], scored: list[float]) -> float:
+    """Largest difference of ``scored`` from the log-probs of the folder's model, every weight times ``factor``."""
+    import torch
+
+    from vcpo_megatron.rollout.embedded.loading import load_model
+
+    exact = load_model(model, "float32").double()
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            parameter.mul_(factor)
+        logs = torch.log_softmax(exact(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+    return float((logs - torch.tensor(scored, dtype=torch.float64)).abs().max())
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _leave() -> None:
+    from tests.learner.world import leave_layout
+
+    leave_layout()
