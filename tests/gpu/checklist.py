@@ -53,9 +53,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Check:
-    """``function`` ("module:name") takes a ``Place``, and by keywords ``keys`` and what ``made`` makes in the folder of the
-    run; it returns ``Found``. ``seconds``: its budget in a run of ``TOTAL_S``. ``ranks``: it needs so many, on a GPU each.
-    ``alone``: in processes of its own."""
+    """``function`` ("module:name") takes a ``Place``, and by keywords ``keys`` and what ``made`` makes of the run's place; it
+    returns ``Found``. ``made`` runs in the parent, before the ranks are there. ``seconds``: its budget in a run of
+    ``TOTAL_S``. ``ranks``: it needs so many, on a GPU each. ``alone``: in processes of its own."""
 
     name: str
     function: str
@@ -63,7 +63,7 @@ class Check:
     ranks: int = 1
     alone: bool = False
     keys: Mapping[str, Any] = field(default_factory=dict)
-    made: Callable[[Path], dict[str, Any]] | None = None
+    made: Callable[[Place], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def run_checks(
 
 
 def require(value: float, limit: float, what: str) -> str:
-    """"what value (allowed limit)"; Missed where it is above it, or not a number."""
+    """ "what value (allowed limit)"; Missed where it is above it, or not a number."""
     if not value <= limit:
         raise Missed(f"{what} {value:.3g}, allowed {limit:g}")
     return f"{what} {value:.1e} (allowed {limit:g})"

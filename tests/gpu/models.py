@@ -30,8 +30,10 @@ class Size:
 def make_random_model(folder: Path, size: Size, dtype: str) -> Path:
     """A Hugging Face folder of ``size``, its weights and its config.json in ``dtype``."""
     import torch
+    import transformers
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    transformers.logging.disable_progress_bar()
     torch.manual_seed(3)
     config = Qwen2Config(
         vocab_size=size.vocabulary,

@@ -16,61 +16,68 @@ LIMITS = {"float32": 1e-5, "bfloat16": 0.02}
 
 
 def values(place: Place) -> Found:
-    """The learner's own attention module, as a model is built with it, against softmax in fp64 trajectory by trajectory:
-    outputs and gradients."""
-    import torch
-
-    from vcpo_megatron.learner.batch.packing import PackLayout, Share
-    from vcpo_megatron.learner.megatron.layers import PackParams
-
+    """Attention of the first layer, as a step computes it over its first pack, against softmax in fp64 trajectory by
+    trajectory: output, and gradients of queries, keys and values."""
     from .bench import Bench
 
-    lengths = [700, 33, 256, 11, 1] if place.large else [30, 5, 1]
-    layout, figures, texts = PackLayout.of(lengths, Share()), {}, []
+    figures, texts = {}, []
     for dtype, limit in LIMITS.items():
         bench = Bench(place, dtype)
-        module = bench.trainable.chunks[0].decoder.layers[0].self_attention.core_attention
-        megatron = bench.trainable.chunks[0].config
-        heads, width = megatron.num_attention_heads, megatron.kv_channels
-        device = next(bench.trainable.chunks[0].parameters()).device
-        params = PackParams.of(layout, device)
-        torch.manual_seed(1)
-        drawn = [torch.randn(layout.total, heads, width, device=device).to(getattr(torch, dtype)) for _ in range(4)]
-        *inputs, weights = drawn
-
-        def ours(q: Any, k: Any, v: Any, module: Any = module, params: Any = params) -> Any:
-            return module(q, k, v, None, packed_seq_params=params)
-
-        found = _differentiated(ours, inputs, weights)
-        expected = _differentiated(_softmax(lengths), [z.double() for z in inputs], weights.double())
+        step = bench.step({"method": "vcpo_ess_only"}, 4096)
+        seen = Seen()
+        handle = (
+            bench.trainable.chunks[0]
+            .decoder.layers[0]
+            .self_attention.core_attention.register_forward_hook(seen.look, with_kwargs=True)
+        )
+        bench.take(step)
+        handle.remove()
         bench.close()
-        worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
-        figures[dtype] = worst
-        texts.append(require(worst, limit, dtype))
+        expected = _softmax(seen)
+        pairs = {name: float((seen.found[name].double() - e).norm() / e.norm()) for name, e in expected.items()}
+        figures[dtype] = {"lengths": seen.lengths, **pairs}
+        texts.append(require(max(pairs.values()), limit, dtype))
     return Found(", ".join(texts), figures)
 
 
-def _differentiated(attention: Any, inputs: list[Any], weights: Any) -> list[Any]:
-    """Output [T, heads, d] and the gradients of q, k and v where that of the output is ``weights``."""
-    leaves = [z.clone().requires_grad_() for z in inputs]
-    out = attention(*leaves).reshape(weights.shape)
-    (out * weights).sum().backward()
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
+class Seen:
+    """What goes through an attention module in its first forward with gradients: ``found`` by name, [T, heads, d], and
+    ``lengths`` of the sequences of the pack, padding included."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+        self.lengths: list[int] = []
+        self.scale: float | None = None
+
+    def look(self, module: Any, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        """A forward hook of the module."""
+        if self.found or not output.requires_grad:
+            return
+        self.scale = getattr(module, "softmax_scale", None)
+        self.lengths = keywords["packed_seq_params"].cu_seqlens_q.diff().tolist()
+        for name, tensor in zip(("query", "key", "value"), inputs, strict=False):
+            self.found[name] = tensor.detach()
+            tensor.register_hook(lambda gradient, name=name: self.found.update({f"gradient of {name}": gradient}))
+        self.found["output"] = output.detach()
+        output.register_hook(lambda gradient: self.found.update({"weights": gradient}))
 
 
-def _softmax(lengths: list[int]) -> Any:
-    """Causal attention of trajectories laid end to end, in plain formulas."""
+def _softmax(seen: Seen) -> dict[str, Any]:
+    """In plain formulas: what ``seen`` holds of output and gradients, fp64."""
     import torch
 
-    def attention(q: Any, k: Any, v: Any) -> Any:
-        pieces = []
-        for a, b, c in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-            scores = torch.einsum("thd,shd->hts", a, b) / a.shape[-1] ** 0.5
-            future = torch.ones(len(a), len(a), device=a.device, dtype=torch.bool).triu(1)
-            pieces.append(torch.einsum("hts,shd->thd", scores.masked_fill(future, -torch.inf).softmax(-1), c))
-        return torch.cat(pieces)
-
-    return attention
+    leaves = [seen.found[name].double().requires_grad_() for name in ("query", "key", "value")]
+    q, k, v = leaves
+    pieces = []
+    for a, b, c in zip(*(z.split(seen.lengths) for z in (q, k, v)), strict=True):
+        b, c = (z.repeat_interleave(q.shape[1] // z.shape[1], 1) for z in (b, c))  # heads that share keys and values
+        scores = torch.einsum("thd,shd->hts", a, b) * (seen.scale or a.shape[-1] ** -0.5)
+        future = torch.ones(len(a), len(a), device=a.device, dtype=torch.bool).triu(1)
+        pieces.append(torch.einsum("hts,shd->thd", scores.masked_fill(future, -torch.inf).softmax(-1), c))
+    output = torch.cat(pieces).reshape(seen.found["output"].shape)
+    gradients = torch.autograd.grad(output, leaves, seen.found["weights"].double().reshape(output.shape))
+    names = ("query", "key", "value")
+    return {"output": output.detach(), **{f"gradient of {n}": g for n, g in zip(names, gradients, strict=True)}}
 
 
 def kernels(place: Place) -> Found:
@@ -108,7 +115,7 @@ def _most(found: dict[str, dict[str, float]]) -> list[tuple[str, dict[str, float
 
 
 def _attention_events(profile: Any) -> dict[str, dict[str, dict[str, float]]]:
-    """"operations" of the host and "kernels" of the device: name -> calls, milliseconds."""
+    """ "operations" of the host and "kernels" of the device: name -> calls, milliseconds."""
     import torch
 
     calls: dict[str, Counter[str]] = {"operations": Counter(), "kernels": Counter()}

@@ -91,7 +91,11 @@ def many_logits(place: Place) -> Found:
         spread = -(logs.exp() * logs).sum(-1)
         (own.sum() + 0.25 * spread.sum()).backward()
         assert exact.grad is not None
-        pairs = {"log-prob": (found[rows], own), "entropy": (entropy[rows], spread), "gradient": (logits.grad[rows], exact.grad)}
+        pairs = {
+            "log-prob": (found[rows], own),
+            "entropy": (entropy[rows], spread),
+            "gradient": (logits.grad[rows], exact.grad),
+        }
         for name, (a, b) in pairs.items():
             worst[name] = max(worst[name], float((a.double() - b).norm() / b.norm()))
     bench.close()

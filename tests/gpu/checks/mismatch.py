@@ -21,25 +21,32 @@ import numpy as np
 from tests.gpu.checklist import NEEDS_A_GPU, Found, Missed, Place, Skipped, require
 from tests.gpu.models import Size, make_random_model, trajectory
 
-#: Tokens of an answer.
-ANSWER = 4096
+#: Tokens of an answer, on GPUs and on CPUs.
+LONG, SHORT = 4096, 256
 PROMPT = 16
 #: dtype -> (least ESS ratio, most nats between the two on average).
 LIMITS = {"float32": (0.99, 1e-4), "bfloat16": (0.0, 0.1)}
-START_S = 300.0
 
 
-def with_the_embedded_engine(place: Place) -> Found:
+def made_models(place: Place) -> dict[str, Any]:
+    """``models``: a folder for each dtype, and their vocabulary. In the parent: see ``steps.made_models``."""
+    size = Size(256, 4, 768, 4, 2, 4096, 8192) if place.large else Size(64, 2, 96, 4, 2, 256, 8192)
+    models = {dtype: make_random_model(place.folder / dtype, size, dtype) for dtype in LIMITS}
+    return {"models": models, "vocabulary": size.vocabulary}
+
+
+def with_the_embedded_engine(place: Place, models: dict[str, Path], vocabulary: int) -> Found:
     """Sampled by the embedded engine on CPUs, in either dtype."""
     from benchmarks.rollout import engine_server
 
     def server(model: Path, dtype: str, fp32_head: bool) -> Any:
-        return engine_server(model, place.folder / f"embedded-{dtype}.log", 16, "--dtype", dtype)
+        options = ["--dtype", dtype, *["--enable-fp32-lm-head"] * fp32_head]
+        return engine_server(model, place.folder / f"embedded-{dtype}-{fp32_head}.log", 16, *options)
 
-    return compare(place, server, ("float32", "bfloat16"), group_size=2)
+    return compare(place, server, models, vocabulary, group_size=2)
 
 
-def with_sglang(place: Place) -> Found:
+def with_sglang(place: Place, models: dict[str, Path], vocabulary: int) -> Found:
     """Sampled by SGLang on the last GPU, in bfloat16."""
     if place.rollout_python is None:
         raise Skipped("no rollout environment: --rollout-python names its interpreter")
@@ -49,18 +56,17 @@ def with_sglang(place: Place) -> Found:
     def server(model: Path, dtype: str, fp32_head: bool) -> Any:
         return _sglang(place, model, dtype, fp32_head)
 
-    return compare(place, server, ("bfloat16",), group_size=8)
+    return compare(place, server, {"bfloat16": models["bfloat16"]}, vocabulary, group_size=8)
 
 
-def compare(place: Place, server: Any, dtypes: tuple[str, ...], group_size: int) -> Found:
+def compare(place: Place, server: Any, models: dict[str, Path], vocabulary: int, group_size: int) -> Found:
     """For every dtype, and every head that the learner has for it: one step on two groups that the server has sampled."""
-    size = Size(256, 4, 768, 4, 2, 4096, 8192) if place.large else Size(64, 2, 96, 4, 2, 256, 8192)
+    tokens = LONG if place.large else SHORT
     figures, texts = {}, []
-    for dtype in dtypes:
-        model = make_random_model(place.folder / dtype, size, dtype)
+    for dtype, model in models.items():
         for head, keys in heads(dtype).items():
             with server(model, dtype, head == "fp32 head") as url:
-                answers = asyncio.run(_sample(url, size.vocabulary, 2 * group_size))
+                answers = asyncio.run(_sample(place, url, vocabulary, 2 * group_size, tokens))
             found = _step(place, model, {"dtype": dtype, **keys}, answers, group_size)
             name = f"{dtype}, {head}"
             figures[name] = found
@@ -72,7 +78,7 @@ def compare(place: Place, server: Any, dtypes: tuple[str, ...], group_size: int)
                 f"{name}: ESS ratio {found['ess/ratio']:.4f}, mismatch mean {found['mismatch/mean']:.1e} max "
                 f"{found['mismatch/max']:.1e}, sigma a token {found['sigma']:.1e} (alone {found['ess of sigma']:.4f})"
             )
-    return Found("; ".join(texts), {"tokens of an answer": ANSWER, **figures})
+    return Found("; ".join(texts), {"tokens of an answer": tokens, **figures})
 
 
 def heads(dtype: str) -> dict[str, dict[str, Any]]:
@@ -86,18 +92,18 @@ def heads(dtype: str) -> dict[str, dict[str, Any]]:
 
 
 #: The key of [model] that computes logits in fp32.
-FP32_HEAD = "fp32_head"
+FP32_HEAD = "fp32_lm_head"
 
 
-async def _sample(url: str, vocabulary: int, count: int) -> list[Any]:
-    """(prompt, answer) of ``count`` requests at temperature 1."""
+async def _sample(place: Place, url: str, vocabulary: int, count: int, tokens: int) -> list[Any]:
+    """(prompt, answer of ``tokens`` tokens) of ``count`` requests at temperature 1."""
     from vcpo_megatron.rollout.client.http import ServerClient
     from vcpo_megatron.rollout.client.protocol import SamplingParams
 
     draw = np.random.default_rng(5)
     prompts = [draw.integers(2, vocabulary, PROMPT).tolist() for _ in range(count)]
-    sampling = [SamplingParams(max_new_tokens=ANSWER, ignore_eos=True)] * count
-    client = ServerClient(url, vocabulary, START_S)
+    sampling = [SamplingParams(max_new_tokens=tokens, ignore_eos=True)] * count
+    client = ServerClient(url, vocabulary, place.seconds)
     try:
         await client.model_info()
         return list(zip(prompts, await client.generate_batch(prompts, sampling), strict=True))
@@ -111,6 +117,7 @@ def _step(place: Place, model: Path, keys: dict[str, Any], answers: list[Any], g
     from tests.learner.scenarios import make_config
     from vcpo_megatron.types import Batch, Group
 
+    tokens = len(answers[0][1].output_ids)
     rows = [
         trajectory(i // group_size, i % group_size, prompt, answer.output_ids, answer.logprobs, float(i % 2))
         for i, (prompt, answer) in enumerate(answers)
@@ -120,21 +127,21 @@ def _step(place: Place, model: Path, keys: dict[str, Any], answers: list[Any], g
         model,
         place.ranks,
         model=keys,
-        train={"groups_per_step": 2, "group_size": group_size, "max_pack_tokens": 2 * ANSWER},
-        rollout={"max_new_tokens": ANSWER, "temperature": 1.0},
+        train={"groups_per_step": 2, "group_size": group_size, "max_pack_tokens": 2 * tokens},
+        rollout={"max_new_tokens": tokens, "temperature": 1.0},
     )
     (outcome,) = one_step_each([(config, [Batch(0, tuple(groups))])])
     (result,) = outcome["results"]
     if result.skipped:
         raise Missed(f"the step was skipped: {result.skipped}")
     metrics = result.metrics
-    if metrics["mismatch/tokens"] != ANSWER * len(rows):
-        raise Missed(f"{metrics['mismatch/tokens']:.0f} tokens are of the learner's version, of {ANSWER * len(rows)}")
-    sigma = math.sqrt(sum(row.log_ratio**2 for row in result.trajectories) / len(rows) / ANSWER)
+    if metrics["mismatch/tokens"] != tokens * len(rows):
+        raise Missed(f"{metrics['mismatch/tokens']:.0f} tokens are of the learner's version, of {tokens * len(rows)}")
+    sigma = math.sqrt(sum(row.log_ratio**2 for row in result.trajectories) / len(rows) / tokens)
     return {
         **{key: metrics[key] for key in ("ess/ratio", "mismatch/mean", "mismatch/max", "entropy")},
         "sigma": sigma,
-        "ess of sigma": math.exp(-ANSWER * sigma**2),
+        "ess of sigma": math.exp(-tokens * sigma**2),
     }
 
 
@@ -158,7 +165,7 @@ def _sglang(place: Place, model: Path, dtype: str, fp32_head: bool) -> Iterator[
         "127.0.0.1",
         port,
         dtype,
-        PROMPT + ANSWER,
+        PROMPT + LONG,
         16,
         devices=(_last_device(place),),
         args=args,
@@ -166,7 +173,7 @@ def _sglang(place: Place, model: Path, dtype: str, fp32_head: bool) -> Iterator[
     log, url = place.folder / f"sglang-{fp32_head}.log", f"http://127.0.0.1:{port}"
     process = start_child(server.command(), env=server.environment(), log=log)
     try:
-        deadline = time.monotonic() + min(START_S, place.seconds)
+        deadline = time.monotonic() + place.seconds / 2
         while True:
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()

@@ -101,7 +101,9 @@ def _error(bench: Any, keys: dict[str, str]) -> str:
     except RuntimeError as error:
         if not _SYNCHRONIZES.search(str(error)):
             raise
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "torch" not in Path(frame.filename).parts]
+        frames = [
+            frame for frame in traceback.extract_tb(error.__traceback__) if "torch" not in Path(frame.filename).parts
+        ]
         last = frames[-1]
         return f"{Path(last.filename).name}:{last.lineno} {last.line}"
     return ""

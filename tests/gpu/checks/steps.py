@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from tests.gpu.checklist import Found, Missed, Place, require
@@ -35,9 +34,9 @@ LAYOUTS: dict[str, tuple[dict[str, dict[str, Any]], Kind]] = {
 }
 
 
-def made_models(folder: Path) -> dict[str, Any]:
-    """``models``: folder, batch and oracle of every kind. Made in the parent, by transformers on CPUs: where the learner
-    has made Megatron run on CPUs, torch's factories are not what they were."""
+def made_models(place: Place) -> dict[str, Any]:
+    """``models``: folder, batch and oracle of every kind. In the parent, by transformers on CPUs: where the learner has
+    made Megatron run on CPUs, torch's factories are not what they were, and transformers' rotary frequencies are none."""
     import transformers
 
     from tests.learner.scenarios import make_batch, make_config, make_model_folder, oracle_step
@@ -45,7 +44,7 @@ def made_models(folder: Path) -> dict[str, Any]:
     transformers.logging.disable_progress_bar()
     models = {}
     for family, tied in (("qwen2", False), ("qwen3", True), ("moe", False)):
-        model = make_model_folder(folder / f"{family}{tied}", family, tied=tied, rounded=True)
+        model = make_model_folder(place.folder / f"{family}{tied}", family, tied=tied, rounded=True)
         batch = make_batch(model)
         models[family, tied] = (model, batch, oracle_step(model, batch, make_config(model, 1)))
     return {"models": models}

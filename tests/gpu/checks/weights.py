@@ -17,10 +17,8 @@ from tests.gpu.models import Size, make_random_model
 
 ROOT = Path(__file__).resolve().parents[3]
 TRANSPORTS = ("tensor", "distributed", "disk")
-#: Seconds for a peer's end to be seen.
-NOTICED_S = 20.0
-#: Seconds for a process to start and to join.
-START_S = 60.0
+#: Part of a check's time that one wait may take: for a process to start and join, for a peer's end to be noticed.
+_WAIT = 0.25
 
 
 def snapshots(place: Place) -> Found:
@@ -41,12 +39,12 @@ def snapshots(place: Place) -> Found:
         version = PolicyVersion(1, number)
         _synchronize()
         started = time.perf_counter()
-        snapshots.take(version, 2, START_S, lambda: None)
+        snapshots.take(version, 2, place.seconds, lambda: None)
         seconds.append(time.perf_counter() - started)
         with torch.no_grad():
             for parameter in parameters:
                 parameter.add_(0.5)  # trained on at once
-        sums.append(sum(float(t.double().sum()) for _, t in snapshots.stream(version, START_S, None)))
+        sums.append(sum(float(t.double().sum()) for _, t in snapshots.stream(version, place.seconds, None)))
         snapshots.release(version)
     _leave()
     count = sum(p.numel() for p in parameters)
@@ -63,8 +61,8 @@ def broadcast(place: Place) -> Found:
 
     backend = "nccl" if place.gpus > 1 else "gloo"
     sizes = [64 << 20] * 7 + [1237] if place.large else [4 << 20] * 3 + [1237]
-    texts, figures = [], {"backend": backend}
-    sender = Broadcaster(max(sizes), backend, NOTICED_S, place.folder / "sender.log")
+    texts, figures, wait_s = [], {"backend": backend}, _WAIT * place.seconds
+    sender = Broadcaster(max(sizes), backend, wait_s, place.folder / "sender.log")
     try:
         figures["bytes a second"] = _whole_update(place, sender, "first", sizes, backend)
         texts.append(f"{backend}, {figures['bytes a second'] / 1e9:.2f} GB/s")
@@ -72,7 +70,7 @@ def broadcast(place: Place) -> Found:
         texts.append(f"a killed receiver is noticed after {figures['a killed receiver is noticed after']:.1f} s")
     finally:
         sender.kill()
-    sender = Broadcaster(max(sizes), backend, NOTICED_S, place.folder / "sender.log")
+    sender = Broadcaster(max(sizes), backend, wait_s, place.folder / "sender.log")
     try:
         _whole_update(place, sender, "again", sizes, backend)
         noticed = _sender_killed(place, sender, sizes, backend)
@@ -80,8 +78,8 @@ def broadcast(place: Place) -> Found:
         sender.kill()
     figures["a killed sender is noticed after"] = noticed
     if noticed is None and backend == "gloo":
-        raise Missed(f"a receiver did not notice within {NOTICED_S:g} s that the sender was killed")
-    said = f"after {noticed:.1f} s" if noticed is not None else f"not within {NOTICED_S:g} s: it has to be replaced"
+        raise Missed(f"a receiver did not notice within {wait_s:.0f} s that the sender was killed")
+    said = f"after {noticed:.1f} s" if noticed is not None else f"not within {wait_s:.0f} s: it has to be replaced"
     texts.append(f"a killed sender {said}")
     return Found(", ".join(texts), figures)
 
@@ -93,15 +91,16 @@ def _whole_update(place: Place, sender: Any, name: str, sizes: list[int], backen
     from tests.gpu.receiver import checksum
 
     with _receiver(place, sender, name, sizes, backend) as receiver:
-        receiver.wait_for("waiting", 1, START_S)
-        started, sent = time.perf_counter(), []
-        for number, size in enumerate(sizes):
-            flat = (torch.arange(size, dtype=torch.int32) * 7 + number).remainder(251).to(torch.uint8)
-            sender.slot(number, lambda: None)[:size].copy_(flat)
-            sent.append(checksum(flat))
-            sender.broadcast(name, number, size)
+        whole = (torch.arange(max(sizes) + len(sizes), dtype=torch.int32) * 7).remainder(251).to(torch.uint8)
+        flats = [whole[number : number + size] for number, size in enumerate(sizes)]
+        sent = [checksum(flat) for flat in flats]
+        receiver.wait_for("waiting", 1)
+        started = time.perf_counter()
+        for number, flat in enumerate(flats):
+            sender.slot(number, lambda: None)[: len(flat)].copy_(flat)
+            sender.broadcast(name, number, len(flat))
         sender.finish(lambda: None)
-        lines = receiver.wait_for("bucket ", len(sizes), NOTICED_S)
+        lines = receiver.wait_for("bucket ", len(sizes))
         seconds = time.perf_counter() - started
     arrived = [line.split()[1] for line in lines]
     if arrived != sent:
@@ -114,15 +113,15 @@ def _receiver_killed(place: Place, sender: Any, sizes: list[int], backend: str) 
     from vcpo_megatron.weight_sync.distributed.broadcaster import BroadcastError
 
     with _receiver(place, sender, "killed", sizes[:1], backend, stays=True) as receiver:
-        receiver.wait_for("waiting", 1, START_S)
+        receiver.wait_for("waiting", 1)
         sender.slot(0, lambda: None)
         sender.broadcast("killed", 0, sizes[0])
-        receiver.wait_for("bucket ", 1, NOTICED_S)
+        receiver.wait_for("bucket ", 1)
         for number in (1, 2):  # more than the kernel's buffers take
             sender.slot(number, lambda: None)
             sender.broadcast("killed", number, sizes[0])
         receiver.process.kill()
-        receiver.process.wait(NOTICED_S)
+        receiver.process.wait(receiver.wait_s)
         killed = time.monotonic()
         try:
             for number in (3, 4):
@@ -138,14 +137,14 @@ def _sender_killed(place: Place, sender: Any, sizes: list[int], backend: str) ->
     """Seconds from the kill of the broadcasting process to the end of a receiver that waits in a broadcast; None where
     it still waits."""
     with _receiver(place, sender, "left", [sizes[0]] * 2, backend) as receiver:
-        receiver.wait_for("waiting", 1, START_S)
+        receiver.wait_for("waiting", 1)
         sender.slot(0, lambda: None)
         sender.broadcast("left", 0, sizes[0])
-        receiver.wait_for("waiting", 2, NOTICED_S)
+        receiver.wait_for("waiting", 2)
         sender.kill()
         killed = time.monotonic()
         try:
-            code = receiver.process.wait(NOTICED_S)
+            code = receiver.process.wait(receiver.wait_s)
         except subprocess.TimeoutExpired:
             return None
         if code != 3:
@@ -156,15 +155,15 @@ def _sender_killed(place: Place, sender: Any, sizes: list[int], backend: str) ->
 class Receiver:
     """A process of ``tests.gpu.receiver`` and what it has said."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.process, self._log = process, log
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, wait_s: float) -> None:
+        self.process, self._log, self.wait_s = process, log, wait_s
 
     def text(self) -> str:
         return self._log.read_text()
 
-    def wait_for(self, word: str, count: int, seconds: float) -> list[str]:
-        """The lines that begin with ``word``, once there are ``count``."""
-        deadline = time.monotonic() + seconds
+    def wait_for(self, word: str, count: int) -> list[str]:
+        """The lines that begin with ``word``, once there are ``count``; Missed after ``wait_s``."""
+        deadline = time.monotonic() + self.wait_s
         while True:
             lines = [line for line in self.text().splitlines() if line.startswith(word)]
             if len(lines) >= count:
@@ -183,37 +182,57 @@ def _receiver(
     from vcpo_megatron.transport.child import start_child, stop_child
 
     port = sender.open(name, 2, lambda: None)
-    command = [sys.executable, "-m", "tests.gpu.receiver", name, str(port), backend, repr(NOTICED_S * 3)]
+    command = [sys.executable, "-m", "tests.gpu.receiver", name, str(port), backend, repr(place.seconds)]
     command += ["1" if place.gpus > 1 else "0", *map(str, sizes)]
     command += [STAY] * stays
     log = place.folder / f"{name}.log"
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     process = start_child(command, env={"PYTHONPATH": paths}, log=log)
     try:
-        yield Receiver(process, log)
+        yield Receiver(process, log, _WAIT * place.seconds)
     finally:
         stop_child(process, grace_s=0.0)
 
 
-def to_a_server(place: Place) -> Found:
-    """A server of the embedded engine gets a version by each transport, while the learner has trained on: its log-probs
-    are those of transformers' model with that version's weights."""
-    from benchmarks.rollout import engine_server
-    from benchmarks.sync import Learner, Orchestrator
+def made_versions(place: Place) -> dict[str, Any]:
+    """``model``: a folder. ``versions``: for each transport the factor of every weight of the version that it sends, and
+    the log-probs of ``tokens`` by it, fp64, of transformers' model. In the parent: see ``steps.made_models``."""
+    import torch
+
+    from vcpo_megatron.rollout.embedded.loading import load_model
 
     size = Size(512, 8, 1536, 8, 2, 8192, 512) if place.large else Size(64, 2, 96, 4, 2, 128, 128)
     model = make_random_model(place.folder / "sent", size, "float32")
     tokens = [(7 * i * i + 3) % size.vocabulary for i in range(64)]
+    versions, ids = {}, torch.tensor([tokens])
+    for number, transport in enumerate(TRANSPORTS, 1):
+        exact, factor = load_model(model, "float32").double(), 1.0 + 0.05 * number
+        with torch.no_grad():
+            for parameter in exact.parameters():
+                parameter.mul_(factor)
+            logs = torch.log_softmax(exact(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+        versions[transport] = (factor, logs.tolist())
+    return {"model": model, "tokens": tokens, "vocabulary": size.vocabulary, "versions": versions}
+
+
+def to_a_server(
+    place: Place, model: Path, tokens: list[int], vocabulary: int, versions: dict[str, tuple[float, list[float]]]
+) -> Found:
+    """A server of the embedded engine gets a version by each transport, while the learner has trained on: its log-probs
+    are those of that version's weights."""
+    from benchmarks.rollout import engine_server
+    from benchmarks.sync import Learner, Orchestrator
+
     figures: dict[str, Any] = {}
     with engine_server(model, place.folder / "server.log", 4) as url:
-        for number, transport in enumerate(TRANSPORTS, 1):
-            factor = 1.0 + 0.05 * number
+        for transport, (factor, expected) in versions.items():
             learner = Learner(model, place.folder / transport, transport, 32 << 20 if place.large else 64 << 10)
             try:
-                figures[transport] = _updated(learner, Orchestrator, url, size.vocabulary, factor, tokens)
+                found = _updated(learner, Orchestrator, url, vocabulary, factor, tokens)
             finally:
                 learner.close()
-            figures[transport]["difference"] = _apart(model, factor, tokens, figures[transport].pop("scored"))
+            pairs = zip(found.pop("scored"), expected, strict=True)
+            figures[transport] = {**found, "difference": max(abs(a - b) for a, b in pairs)}
     text = ", ".join(
         f"{require(found['difference'], 1e-3, transport)} in {found['update s']:.2f} s"
         for transport, found in figures.items()
@@ -241,21 +260,6 @@ def _updated(learner: Any, orchestrator_of: Any, url: str, vocabulary: int, fact
         shard.add_(1.0)  # trained on, before anything is sent
     seconds, scored = asyncio.run(update())
     return {"update s": seconds, "learner waits s": stall, "bytes": learner.bytes, "scored": scored}
-
-
-def _apart(model: Path, factor: float, tokens: list[int], scored: list[float]) -> float:
-    """Largest difference of ``scored`` from the log-probs of the folder's model, every weight times ``factor``."""
-    import torch
-
-    from vcpo_megatron.rollout.embedded.loading import load_model
-
-    exact = load_model(model, "float32").double()
-    ids = torch.tensor([tokens])
-    with torch.no_grad():
-        for parameter in exact.parameters():
-            parameter.mul_(factor)
-        logs = torch.log_softmax(exact(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
-    return float((logs - torch.tensor(scored, dtype=torch.float64)).abs().max())
 
 
 def _synchronize() -> None:
