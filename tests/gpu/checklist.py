@@ -1,8 +1,8 @@
 """What a check is, how long it may take, and in which order the checks of a run start. No torch here.
 
-A run has a total time, ``TOTAL_S`` unless it is told another, and every check a budget, which grows and shrinks with that.
-A check starts when half of its budget is left of the total, and ends by its budget or by the total, whichever comes
-first. So a run takes no longer than its total, and what it had no time for is named.
+A run has a total time, ``TOTAL_S`` unless it is told another, and every check a budget, which grows with that. A check
+starts when half of its budget is left of the total, and ends by its budget or by the total, whichever comes first. So a
+run takes no longer than its total, and what it had no time for is named.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Missed(AssertionError):
 
 @dataclass(frozen=True)
 class Place:
-    """What a check is given: a folder of its own, until when it has to end, how many GPUs the machine offers (0: it runs
-    on CPUs, in small sizes), how many ranks take part, and the interpreter of the rollout environment, if there is one."""
+    """What a check is given: a folder of its own, the seconds within which it has to end, how many GPUs the machine
+    offers (0: it runs on CPUs, in small sizes), how many ranks take part, the interpreter of a rollout environment."""
 
     folder: Path
     seconds: float
@@ -53,9 +53,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Check:
-    """``function`` ("module:name") takes a ``Place``, and by keywords ``keys`` and what ``made`` makes of the run's place; it
-    returns ``Found``. ``made`` runs in the parent, before the ranks are there. ``seconds``: its budget in a run of
-    ``TOTAL_S``. ``ranks``: it needs so many, on a GPU each. ``alone``: in processes of its own."""
+    """``function`` ("module:name") takes a ``Place``, and by keywords ``keys`` and what ``made`` makes of the run's
+    place; it returns ``Found``. ``made`` runs in the parent, before the ranks are there. ``seconds``: its budget in a
+    run of ``TOTAL_S``. ``ranks``: it needs so many, on a GPU each. ``alone``: in processes of its own."""
 
     name: str
     function: str

@@ -17,7 +17,6 @@ import torch
 
 from vcpo_megatron.weight_sync.wire import GroupError, WeightGroup, find_store
 
-
 STAY = "stay"
 
 

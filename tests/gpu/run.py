@@ -50,8 +50,8 @@ _models, _sent, _sampled = (
     for function in (_STEPS + "made_models", _WEIGHTS + "made_versions", _MISMATCH + "made_models")
 )
 
-#: In the order of their importance. The budgets of those that one GPU can make add up to ``TOTAL_S`` with the ranks' start,
-#: but for the last, which has what the others leave.
+#: In the order of their importance. The budgets of those that one GPU can make add up to ``TOTAL_S`` with the ranks'
+#: start, but for the last, which has what the others leave.
 CHECKS = (
     Check("oracle in float32", _STEPS + "exact", 45, made=_models),
     Check("oracle in bfloat16", _STEPS + "rounded", 25, made=_models),

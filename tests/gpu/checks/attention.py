@@ -81,8 +81,8 @@ def _softmax(seen: Seen) -> dict[str, Any]:
 
 
 def kernels(place: Place) -> Found:
-    """What a step runs, from the profiler: operations of attention, and the device's kernels with their time. In bfloat16
-    none may hold all scores of a trajectory."""
+    """What a step runs, from the profiler: operations of attention, and the device's kernels with their time. In
+    bfloat16 none may hold all scores of a trajectory."""
     import torch
 
     from .bench import Bench

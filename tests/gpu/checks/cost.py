@@ -42,27 +42,27 @@ def beside_plain(place: Place) -> Found:
 
 
 def what_fits(place: Place) -> Found:
-    """Bytes a parameter between two steps, and the longest answer, doubled until memory or time is out, of each mode."""
+    """Bytes a parameter between two steps, and each mode's longest answer, doubled until memory or time is out."""
     import torch
     from benchmarks import step as benchmark
 
     deadline = time.monotonic() + 0.8 * place.seconds
     shape, first, most = ("500M", 4096, LONGEST) if place.large else ("1M", 32, 128)
     names = ("plain", "accumulate", "deferred")
-    work = benchmark.Workload(shape, first, 1, 2, dtype="bfloat16")
-    bench = benchmark.Bench(place.folder, work, names)
-    figures: dict[str, Any] = {"parameters": bench.parameters}
+    work, figures, texts = benchmark.Workload(shape, first, 1, 2, dtype="bfloat16"), {}, []
     if place.large:
-        bench.step("plain")  # makes the optimizer's state
-        figures["bytes a parameter"] = torch.cuda.memory_allocated() / bench.parameters
         figures["bytes of the device"] = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    texts = []
     for number, name in enumerate(names):
         own = time.monotonic() + (deadline - time.monotonic()) / (len(names) - number)
-        figures[name] = _double(bench, name, first, most, own)
+        bench = benchmark.Bench(place.folder, work, (name,))  # one that ran out of memory leaves half a step behind
+        bench.step(name)  # makes the optimizer's state
+        held = torch.cuda.memory_allocated() / bench.parameters if place.large else None
+        figures[name] = {"bytes a parameter": held, **_double(bench, name, first, most, own)}
+        figures["parameters"] = bench.parameters
+        del bench
+        _leave()
         texts.append(f"{name} {figures[name]['longest']:,} tokens ({figures[name]['ended by']})")
-    _leave()
-    return Found(f"{bench.parameters / 1e6:.0f}M parameters: " + ", ".join(texts), figures)
+    return Found(f"{figures['parameters'] / 1e6:.0f}M parameters: " + ", ".join(texts), figures)
 
 
 def _double(bench: Any, name: str, first: int, most: int, deadline: float) -> dict[str, Any]:

@@ -11,8 +11,8 @@ LARGE, SMALL = 2**31 + 4099, 2**16 + 4099
 
 
 def finite_gradients(place: Place) -> Found:
-    """The learner's check of its gradients, on a buffer of Megatron's own: one element that is not finite is seen wherever
-    it is, and the norm of all of them is right."""
+    """The learner's check of its gradients, on a buffer of Megatron's own: one element that is not finite is seen
+    wherever it is, and the norm of all of them is right."""
     import torch
     from megatron.core import parallel_state  # noqa: F401 - before the parts of it that import one another
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -75,7 +75,7 @@ def many_logits(place: Place) -> Found:
     device = next(bench.trainable.chunks[0].parameters()).device
     torch.manual_seed(2)
     logits = torch.empty(tokens, vocabulary, dtype=torch.bfloat16, device=device)
-    for part in logits.split(4096):  # no fp32 copy of all of them
+    for part in logits.split(512):  # no fp32 copy of all of them
         part.copy_(torch.randn(part.shape, device=device))
     logits.requires_grad_()
     labels = torch.arange(tokens, device=device) % vocabulary

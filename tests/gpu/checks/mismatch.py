@@ -1,5 +1,5 @@
-"""Learner and server on the same weights: how far their log-probs are apart over long answers, and what that leaves of the
-effective sample size where nothing is off-policy.
+"""Learner and server on the same weights: how far their log-probs are apart over long answers, and what that leaves of
+the effective sample size where nothing is off-policy.
 
 Token noise of standard deviation sigma gives l_i that of sigma sqrt(T), and ESS/N = exp(-T sigma^2) about: at T = 4,096
 and sigma = 0.02 that is 0.19, on-policy.
@@ -60,7 +60,7 @@ def with_sglang(place: Place, models: dict[str, Path], vocabulary: int) -> Found
 
 
 def compare(place: Place, server: Any, models: dict[str, Path], vocabulary: int, group_size: int) -> Found:
-    """For every dtype, and every head that the learner has for it: one step on two groups that the server has sampled."""
+    """For every dtype, and every head that the learner has for it: a step on two groups that the server has sampled."""
     tokens = LONG if place.large else SHORT
     figures, texts = {}, []
     for dtype, model in models.items():
@@ -147,7 +147,7 @@ def _step(place: Place, model: Path, keys: dict[str, Any], answers: list[Any], g
 
 @contextlib.contextmanager
 def _sglang(place: Place, model: Path, dtype: str, fp32_head: bool) -> Iterator[str]:
-    """URL of a server of the rollout environment on the last GPU, which it shares with the learner where there is one."""
+    """URL of a server of the rollout environment on the last GPU, which is the learner's where there is one."""
     import urllib.error
     import urllib.request
 

@@ -36,7 +36,8 @@ LAYOUTS: dict[str, tuple[dict[str, dict[str, Any]], Kind]] = {
 
 def made_models(place: Place) -> dict[str, Any]:
     """``models``: folder, batch and oracle of every kind. In the parent, by transformers on CPUs: where the learner has
-    made Megatron run on CPUs, torch's factories are not what they were, and transformers' rotary frequencies are none."""
+    made Megatron run on CPUs, torch's factories are not what they were, and transformers' rotary frequencies are
+    memory that nobody has written."""
     import transformers
 
     from tests.learner.scenarios import make_batch, make_config, make_model_folder, oracle_step

@@ -22,7 +22,7 @@ _WAIT = 0.25
 
 
 def snapshots(place: Place) -> Found:
-    """A version's copy while training goes on: it stays as it was, and how fast it is made into memory that is in use."""
+    """A version's copy while training goes on: it stays as it was. How fast it is made, into memory that is in use."""
     import torch
     from benchmarks import step as benchmark
 
@@ -35,7 +35,7 @@ def snapshots(place: Place) -> Found:
     snapshots = Snapshots(WeightGatherer(bench.trainable, bench.parallel), bench.parallel, bench.trainable.shape)
     parameters = [p for chunk in bench.trainable.chunks for p in chunk.parameters()]
     size, seconds, sums = sum(p.nbytes for p in parameters), [], []
-    for number in (1, 2, 3, 4):
+    for number in (1, 2, 3):
         version = PolicyVersion(1, number)
         _synchronize()
         started = time.perf_counter()
@@ -109,7 +109,7 @@ def _whole_update(place: Place, sender: Any, name: str, sizes: list[int], backen
 
 
 def _receiver_killed(place: Place, sender: Any, sizes: list[int], backend: str) -> float:
-    """Seconds from the kill of a receiver, which has taken one bucket and would not take the next, to the sender's word."""
+    """Seconds from the kill of a receiver, which took one bucket and would not take the next, to the sender's word."""
     from vcpo_megatron.weight_sync.distributed.broadcaster import BroadcastError
 
     with _receiver(place, sender, "killed", sizes[:1], backend, stays=True) as receiver:
@@ -195,8 +195,8 @@ def _receiver(
 
 
 def made_versions(place: Place) -> dict[str, Any]:
-    """``model``: a folder. ``versions``: for each transport the factor of every weight of the version that it sends, and
-    the log-probs of ``tokens`` by it, fp64, of transformers' model. In the parent: see ``steps.made_models``."""
+    """``model``: a folder. ``versions``: for each transport the factor of every weight of the version that it sends,
+    and the log-probs of ``tokens`` by it, fp64, of transformers' model. In the parent: see ``steps.made_models``."""
     import torch
 
     from vcpo_megatron.rollout.embedded.loading import load_model
