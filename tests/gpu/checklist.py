@@ -1,8 +1,8 @@
 """What a check is, how long it may take, and in which order the checks of a run start. No torch here.
 
 A run has a total time, ``TOTAL_S`` unless it is told another, and every check a budget, which grows with that. A check
-starts when half of its budget is left of the total, and ends by its budget or by the total, whichever comes first. So a
-run takes no longer than its total, and what it had no time for is named.
+starts when half of its budget is left of the total. It ends by its budget, which begins when its ranks are there, or by
+the total, whichever comes first. So a run takes no longer than its total, and what it had no time for is named.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def run_checks(
     checks: Sequence[Check],
     total_s: float,
     scale: float,
-    run: Callable[[Check, float], Outcome],
+    run: Callable[[Check, float, float], Outcome],
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Outcome]:
-    """``run(check, seconds)`` for one check after another, for as long as there is time. ``scale`` of every budget."""
+    """``run(check, budget, left)`` for one check after another, for as long as there is time; ``scale`` of budgets."""
     deadline = clock() + total_s
     for check in checks:
         left, budget = deadline - clock(), check.seconds * scale
@@ -100,7 +100,7 @@ def run_checks(
             yield Outcome(check.name, "skipped", text)
             continue
         started = clock()
-        outcome = run(check, min(budget, left))
+        outcome = run(check, min(budget, left), left)
         yield Outcome(**{**vars(outcome), "seconds": clock() - started})
 
 

@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from tests.learner.world import World, WorldFailed
@@ -32,9 +32,11 @@ _ERROR_LINE = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Refused|Failed|Mi
 
 
 class Ranks:
-    """Worlds by their size: each stays up from check to check, and is started anew after one that failed in it."""
+    """Worlds by their size: each stays up from check to check, and is started anew after one that failed in it.
+    ``prepare``: what a rank does first."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: str = "tests.gpu.ranks:prepare") -> None:
+        self._prepare = prepare
         self._worlds: dict[int, World] = {}
 
     def start(self, ranks: int) -> None:
@@ -45,18 +47,18 @@ class Ranks:
     def ready(self, ranks: int, seconds: float) -> dict[str, Any]:
         """What rank 0 of a world of this size says of its machine; WorldFailed when it does not come up."""
         self.start(ranks)
-        return dict(self._ask(ranks, "tests.gpu.ranks:prepare", {}, seconds))
+        return dict(self._ask(ranks, self._prepare, {}, seconds))
 
-    def run(self, check: Check, place: Place, arguments: dict[str, Any]) -> Outcome:
-        """The outcome of ``check`` within ``place.seconds``, its ranks' start included."""
-        started = time.monotonic()
+    def run(self, check: Check, place: Place, left: float, arguments: dict[str, Any]) -> Outcome:
+        """The outcome of ``check`` within ``place.seconds`` of its ranks being there, and within ``left`` in all."""
+        deadline = time.monotonic() + left
         if check.alone:
             self.close()  # what it starts may want the whole device
         try:
-            self.ready(place.ranks, min(START_S, place.seconds))
-            left = max(1.0, place.seconds - (time.monotonic() - started))
-            call = {"function": check.function, "place": _until(place, left), "arguments": arguments}
-            found = self._ask(place.ranks, "tests.gpu.ranks:run_check", call, left)
+            self.ready(place.ranks, min(START_S, left))
+            own = replace(place, seconds=max(1.0, min(place.seconds, deadline - time.monotonic())))
+            call = {"function": check.function, "place": own, "arguments": arguments}
+            found = self._ask(place.ranks, "tests.gpu.ranks:run_check", call, own.seconds)
         except WorldFailed as failure:
             return Outcome(check.name, "failed", reason(str(failure)), log=str(failure))
         finally:
@@ -75,10 +77,6 @@ class Ranks:
         except BaseException:
             self._worlds.pop(ranks).close(at_once=True)
             raise
-
-
-def _until(place: Place, seconds: float) -> Place:
-    return Place(place.folder, seconds, place.gpus, place.ranks, place.rollout_python)
 
 
 def reason(failure: str) -> str:
@@ -131,7 +129,8 @@ def run_check(function: str, place: Place, arguments: dict[str, Any]) -> dict[st
     finally:
         faulthandler.cancel_dump_traceback_later()
     outcome["peak_bytes"] = torch.cuda.max_memory_allocated() if gpu else 0
-    leave_layout()  # every check builds its own groups
+    if torch.distributed.is_initialized():
+        leave_layout()  # every check builds its own groups
     gc.collect()
     if gpu:
         torch.cuda.empty_cache()
@@ -141,10 +140,3 @@ def run_check(function: str, place: Place, arguments: dict[str, Any]) -> dict[st
 def is_first() -> bool:
     """Whether this is the rank that compares."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def folder_of(place: Place, name: str) -> Path:
-    """A folder ``name`` that this rank makes in its check's."""
-    made = place.folder / name
-    made.mkdir(parents=True, exist_ok=True)
-    return made

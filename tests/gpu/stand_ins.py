@@ -1,4 +1,4 @@
-"""Checks that end as the tests of a run want them to."""
+"""Checks that end as the tests of a run want them to, and ranks that need nothing for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import time
 from pathlib import Path
 
 from .checklist import Found, Place, Skipped, require
+
+
+def ready() -> dict[str, str]:
+    return {"date": "today"}
 
 
 def good(place: Place, word: str) -> Found:

@@ -30,7 +30,7 @@ LIMITS = {"float32": (0.99, 1e-4), "bfloat16": (0.0, 0.1)}
 
 def made_models(place: Place) -> dict[str, Any]:
     """``models``: a folder for each dtype, and their vocabulary. In the parent: see ``steps.made_models``."""
-    size = Size(256, 4, 768, 4, 2, 4096, 8192) if place.large else Size(64, 2, 96, 4, 2, 256, 8192)
+    size = Size(128, 2, 384, 2, 1, 2048, 8192) if place.large else Size(64, 2, 96, 4, 2, 256, 8192)
     models = {dtype: make_random_model(place.folder / dtype, size, dtype) for dtype in LIMITS}
     return {"models": models, "vocabulary": size.vocabulary}
 
