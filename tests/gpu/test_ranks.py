@@ -36,7 +36,7 @@ def test_a_hang_ends_in_time_and_costs_no_other_check(ranks: Ranks, tmp_path: Pa
     assert (missed.state, missed.text) == ("failed", "half 0.5, allowed 0.25")
     assert (skipped.state, skipped.text) == ("skipped", "needs the moon")
     note = tmp_path / "pid"
-    hung = call(ranks, tmp_path, "hangs", seconds=4.0, note=note)
+    hung = call(ranks, tmp_path, "hangs", seconds=2.0, note=note)
     assert hung.state == "failed" and "no end after" in hung.text
     assert "in hangs" in hung.log and "time.sleep" not in hung.text  # where every thread was
     assert int(note.read_text()) == first.figures["pid"]  # neither a limit nor a skip has cost the rank
