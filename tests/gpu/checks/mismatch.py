@@ -41,7 +41,8 @@ def with_the_embedded_engine(place: Place, models: dict[str, Path], vocabulary: 
 
     def server(model: Path, dtype: str, fp32_head: bool) -> Any:
         options = ["--dtype", dtype, *["--enable-fp32-lm-head"] * fp32_head]
-        return engine_server(model, place.folder / f"embedded-{dtype}-{fp32_head}.log", 16, *options)
+        log = place.folder / f"embedded-{dtype}-{fp32_head}.log"
+        return engine_server(model, log, 16, *options, start_s=place.seconds / 2)
 
     return compare(place, server, models, vocabulary, group_size=2)
 

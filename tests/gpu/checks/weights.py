@@ -224,7 +224,7 @@ def to_a_server(
     from benchmarks.sync import Learner, Orchestrator
 
     figures: dict[str, Any] = {}
-    with engine_server(model, place.folder / "server.log", 4) as url:
+    with engine_server(model, place.folder / "server.log", 4, start_s=place.seconds / 2) as url:
         for transport, (factor, expected) in versions.items():
             learner = Learner(model, place.folder / transport, transport, 32 << 20 if place.large else 64 << 10)
             try:
