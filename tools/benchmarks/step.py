@@ -28,7 +28,12 @@ from vcpo_megatron.types import Batch, Group, PolicyVersion, Trajectory, Turn, V
 from . import roofline
 
 #: Shapes by name: hidden, layers, ffn, heads, vocabulary. All heads have 64 dimensions, embeddings are not tied.
-SHAPES = {"1M": (128, 3, 384, 2, 1024), "10M": (256, 8, 1024, 4, 4096), "60M": (640, 10, 1792, 10, 8192)}
+SHAPES = {
+    "1M": (128, 3, 384, 2, 1024),
+    "10M": (256, 8, 1024, 4, 4096),
+    "60M": (640, 10, 1792, 10, 8192),
+    "500M": (1024, 24, 4096, 16, 65536),
+}
 PROMPT = 16
 SIGMA = 0.6  # of the logarithm of lengths
 #: Contender -> keys of [algorithm].
@@ -49,6 +54,7 @@ class Workload:
     """groups of group_size trajectories whose lengths are log-normal with this median.
 
     rewards  distinct (drawn), or binary (0 and 1 by turns), as those of a checked answer are
+    dtype    of parameters and activations
     """
 
     model: str
@@ -58,6 +64,7 @@ class Workload:
     pack_tokens: int = 4096
     seed: int = 0
     rewards: str = "distinct"
+    dtype: str = "float32"
 
     @property
     def linears(self) -> list[tuple[int, int]]:
@@ -149,7 +156,7 @@ def make_config(folder: Path, work: Workload, keys: dict[str, str]) -> RunConfig
     (folder / "model.safetensors").write_bytes(_NO_TENSORS)
     return RunConfig.model_validate(
         {
-            "model": {"path": folder, "dtype": "float32"},
+            "model": {"path": folder, "dtype": work.dtype},
             "algorithm": keys,
             "environment": {"name": "none"},
             "train": {
@@ -220,18 +227,19 @@ class Bench:
 
         configs = {name: make_config(folder, work, MODES.get(name, {})) for name in contenders}
         any_config = configs[contenders[0]]
-        parallel = initialize(any_config)
-        self.trainable = build_trainable(any_config, parallel, load=False)
+        self.parallel = initialize(any_config)
+        self.trainable = build_trainable(any_config, self.parallel, load=False)
         torch.manual_seed(0)
         parameters = [p for chunk in self.trainable.chunks for p in chunk.parameters()]
         for parameter in parameters:
             parameter.data.fill_(1.0) if parameter.dim() == 1 else parameter.data.normal_(0.0, 0.02)
+        self.trainable.optimizer.reload_model_params()  # its fp32 copies of parameters in bfloat16
         self.parameters = sum(parameter.numel() for parameter in parameters)
         self.work, self.batch = work, make_batch(work)
         self._steps: dict[str, ReferenceStep | VcpoStep] = {
-            name: ReferenceStep(configs[name], parallel, self.trainable)
+            name: ReferenceStep(configs[name], self.parallel, self.trainable)
             if name == "reference"
-            else VcpoStep(configs[name], parallel, self.trainable)
+            else VcpoStep(configs[name], self.parallel, self.trainable)
             for name in contenders
         }
 
