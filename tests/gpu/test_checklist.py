@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.messages import assert_names
+
 from .checklist import Check, Missed, Outcome, chosen, require, run_checks
 
 

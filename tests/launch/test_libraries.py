@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.messages import assert_names
 from vcpo_megatron.config.fused_kernels import InstalledKernels
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.launch import libraries
@@ -55,11 +56,9 @@ def config(**rollout: Any) -> RunConfig:
 def test_two_environments_of_unlike_nccls_are_refused_by_both_versions(learner: Path, tmp_path: Path) -> None:
     server = environment(tmp_path / "server", "2.14.1+cu130", (2, 30, 7))
     (line,) = library_problems(config(engine="sglang", python=server), ["0"], learner)
-    assert line == (
-        f"rollout.python = {server}: has NCCL 2.30.7 (torch 2.14.1+cu130), the learner's {learner} has NCCL 2.29.7 "
-        "(torch 2.13.0+cu130), and NCCL refuses a group of unlike versions; make both environments with "
-        'tools/make_gpu_env.sh and tools/make_rollout_env.sh, which pin the same one, or set rollout.sync = "disk"'
-    )
+    theirs, ours = ("NCCL 2.30.7", "2.14.1+cu130"), ("NCCL 2.29.7", "2.13.0+cu130")
+    remedies = ("tools/make_gpu_env.sh", "tools/make_rollout_env.sh", 'rollout.sync = "disk"')
+    assert_names(line, f"rollout.python = {server}", *theirs, learner, *ours, *remedies)
 
 
 def test_two_environments_of_one_nccl_may_have_unlike_torches(learner: Path, tmp_path: Path) -> None:
@@ -93,10 +92,7 @@ def test_a_broken_transformer_engine_is_one_line(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(libraries, "find_kernels", lambda: InstalledKernels(transformer_engine=True))
     broken = environment(tmp_path / "own", "2.14.1", (2, 30, 7), "raise OSError('te.so: undefined symbol: x')")
     (line,) = library_problems(config(), ["0"], broken)
-    assert line.startswith(
-        "transformer-engine is installed and cannot be imported (OSError: te.so: undefined symbol: x)"
-    )
-    assert "tools/make_gpu_env.sh" in line
+    assert_names(line, "transformer-engine", "OSError: te.so: undefined symbol: x", "tools/make_gpu_env.sh")
     whole = environment(tmp_path / "whole", "2.14.1", (2, 30, 7), "")
     assert loaded_libraries(whole, engine=True) == Libraries("2.14.1", "2.30.7")
     assert list(library_problems(config(), ["0"], whole)) == []
@@ -106,7 +102,7 @@ def test_a_broken_transformer_engine_is_one_line(tmp_path: Path, monkeypatch: py
 def test_who_does_not_answer_is_named(tmp_path: Path, learner: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = tmp_path / "nowhere" / "python"
     (line,) = library_problems(config(engine="sglang", python=missing), ["0"], learner)
-    assert line == f"{missing} cannot be run: No such file or directory"
+    assert_names(line, missing, "No such file or directory")
     broken = environment(tmp_path / "broken", "2.14.1", None)
     (tmp_path / "broken" / "site" / "torch" / "__init__.py").write_text(
         "raise ImportError('libcudart.so.13: not found')"

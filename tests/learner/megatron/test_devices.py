@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.config.test_process import CONTEXT
+from tests.messages import assert_names
 from vcpo_megatron.config.load import dump_resolved
 from vcpo_megatron.learner import __main__ as learner
 from vcpo_megatron.learner.megatron.platform import DeviceError, require_devices
@@ -54,7 +55,7 @@ def test_what_the_driver_says_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 11040)")
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    with pytest.raises(DeviceError, match=r"driver on your system is too old \(found version 11040\)\)"):
+    with pytest.raises(DeviceError, match=r"too old \(found version 11040\)\)"):
         require_devices(["0"])
 
 
@@ -68,7 +69,7 @@ def test_a_rank_without_its_devices_ends_before_it_builds_anything(
         monkeypatch.setitem(os.environ, name, value)
     assert learner._run() == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("vcpo: error: learner rank 1: DeviceError: the learner was given GPUs 0,1 (CUDA_VISIBLE_D")
+    assert_names(last, "vcpo: error: learner rank 1: DeviceError", "GPUs 0,1", "CUDA_VISIBLE_DEVICES")
 
 
 @pytest.mark.timeout(300)
@@ -104,7 +105,5 @@ def test_a_transformer_engine_that_cannot_be_imported_is_one_line(tmp_path: Path
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=environment)
     (line,) = done.stdout.splitlines()
-    assert line.startswith(
-        "transformer-engine is installed and cannot be imported (OSError: transformer_engine_torch.so: "
-    )
-    assert "tools/make_gpu_env.sh" in line and "pip uninstall transformer-engine" in line
+    names = ("OSError: transformer_engine_torch.so", "tools/make_gpu_env.sh", "pip uninstall transformer-engine")
+    assert_names(line, *names)

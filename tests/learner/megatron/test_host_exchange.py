@@ -68,9 +68,7 @@ def test_a_device_that_does_not_come_so_far_is_named(posted: list[Any], monkeypa
     monkeypatch.setattr(host_exchange, "_GRACE_S", 0.05)
     released = threading.Event()
     stuck: Any = SimpleNamespace(wait=released.wait)
-    with pytest.raises(
-        ExchangeError, match=r"rows: rank 0 .* within 0.05 s .*: this rank's device has not come so far"
-    ):
+    with pytest.raises(ExchangeError, match=r"rows: rank 0 .* 0.05 s .*: this rank's device"):
         with HostExchange(0.05) as exchange:
             exchange.send(stuck, [0], GROUP, "rows")
     assert exchange._thread.is_alive()
@@ -84,7 +82,7 @@ def test_what_fails_in_the_thread_ends_the_run(posted: list[Any]) -> None:
         raise RuntimeError("CUDA error: an illegal memory access")
 
     copy: Any = SimpleNamespace(wait=broken)
-    with pytest.raises(ExchangeError, match="the exchange between hosts failed: CUDA error: an illegal"):
+    with pytest.raises(ExchangeError, match="failed: CUDA error: an illegal"):
         with HostExchange(5.0) as exchange:
             exchange.send(copy, [0], GROUP, "rows")
             while exchange._failure is None:

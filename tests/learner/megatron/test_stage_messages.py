@@ -61,11 +61,7 @@ def test_shapes_come_in_the_schedule_s_order(
 def test_a_tensor_of_another_shape_is_refused_before_it_is_sent(stage: Any) -> None:
     first, last = stage(0, 1), stage(1, 1)
     assert first._communicate_shapes(torch.zeros(3, 1, HIDDEN), None, False, False) == (None, None)
-    with pytest.raises(
-        RuntimeError, match=r"activations for the next stage: \[7, 1, 4\] where the plan has \[5, 1, 4\]"
-    ):
+    with pytest.raises(RuntimeError, match=r"activations .*\[7, 1, 4\] .*\[5, 1, 4\]"):
         first._communicate_shapes(torch.zeros(7, 1, HIDDEN), None, False, False)
-    with pytest.raises(
-        RuntimeError, match=r"gradients for the previous stage: \[4, 1, 4\] where the plan has \[3, 1, 4"
-    ):
+    with pytest.raises(RuntimeError, match=r"gradients .*\[4, 1, 4\] .*\[3, 1, 4"):
         last._communicate_shapes(None, torch.zeros(4, 1, HIDDEN), False, False)

@@ -278,9 +278,7 @@ def test_a_joined_server_on_cpus_is_refused_where_the_learner_broadcasts_by_nccl
         sync.offer(distributed(0))
         await asyncio.sleep(10)
 
-    with pytest.raises(
-        RunError, match=r'server 0 at http://fake runs on CPUs.* set rollout\.sync = "tensor" or "disk"'
-    ):
+    with pytest.raises(RunError, match=r'server 0 at http://fake .*CPUs.* = "tensor" or "disk"'):
         run_distributed(work, servers=1)
 
 
@@ -325,7 +323,7 @@ def test_a_server_that_may_not_be_replaced_ends_the_run_by_its_name() -> None:
         sync.offer(distributed(0))
         await asyncio.sleep(10)
 
-    with pytest.raises(SyncError, match=r"server 1 did not take weights 1\.0 \(.*shape mismatch.*max_restarts is 0"):
+    with pytest.raises(SyncError, match=r"server 1 .*weights 1\.0 \(.*shape mismatch.*max_restarts is 0"):
         run_distributed(work)
 
 
