@@ -64,6 +64,7 @@ def test_the_reason_is_the_last_error_of_a_rank() -> None:
 REAL = ("attention:values", "large:finite_gradients", "large:many_logits")
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", REAL)
 def test_their_code_on_a_cpu(name: str, tmp_path: Path) -> None:
     arguments = {"function": f"tests.gpu.checks.{name}", "place": Place(tmp_path, 100.0, 0), "arguments": {}}
