@@ -58,6 +58,11 @@ def test_segment_sum_of_padding_only_is_empty():
     assert total.shape == (0,)
 
 
+def test_segment_max_of_padding_only_is_empty():
+    nothing = torch.tensor([False, False])
+    assert segment_max(torch.tensor([1.0, 2.0]), nothing, torch.tensor([0, 0]), 0).tolist() == []
+
+
 def test_segment_sum_accumulates_in_double():
     # 2^24 is where float32 stops counting.
     values = torch.tensor([2.0**24] + [1.0] * 8)
