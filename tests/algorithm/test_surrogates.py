@@ -53,6 +53,11 @@ def test_ppo_clip() -> None:
     close(ppo_clip(tokens([[0.5, 1.1, 1.3], [0.5, 1.1, 1.3]]), advantages(2, -2), CLIP), 1.0, 2.2, 0, 0, -2.2, -2.6)
 
 
+def test_a_ratio_on_its_bound_is_open() -> None:
+    close(ppo_clip(tokens([[1.0], [1.0]]), advantages(2, -2), Bounds(8.0, 0.8, 1.0)), 2, -2)
+    close(ppo_clip(tokens([[1.0], [1.0]]), advantages(2, -2), Bounds(8.0, 1.0, 1.2)), 2, -2)
+
+
 def test_decoupled_ppo() -> None:
     """The weight to the behaviour is truncated at 8; the proximal ratio is 1, which bounds below it close for A > 0."""
     t = tokens([[13.0], [13.0], [2.0]])
@@ -69,9 +74,10 @@ def test_gspo() -> None:
 
 
 def test_a_trajectory_without_tokens_here_spoils_no_other() -> None:
-    """A rank of context parallelism may hold none of its sampled tokens."""
-    t = TokenTerms(torch.tensor([0.0, 2.0]).double(), torch.tensor([True, False]), torch.tensor([0, 1]), 2)
-    close(gspo(t, advantages(3, 1), Bounds(8.0, 0.9, 1.1))[:1], 3)
+    """A rank of context parallelism may hold none of its sampled tokens, and one of another."""
+    log_ratio = torch.tensor([math.log(1.05), 2.0], dtype=torch.float64)
+    t = TokenTerms(log_ratio, torch.tensor([True, False]), torch.tensor([0, 1]), 2)
+    close(gspo(t, advantages(3, 1), Bounds(8.0, 0.9, 1.1))[:1], 3.15)
 
 
 def test_m2po_drops_the_largest_until_the_mean_square_is_small() -> None:

@@ -189,11 +189,11 @@ def mutated(source: str, operator: str, occurrence: int) -> str | None:
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
-    code = mutate_code(source, get_operator(operator)(), occurrence)
     try:
+        code = mutate_code(source, get_operator(operator)(), occurrence)
         same = code is None or ast.dump(ast.parse(code)) == ast.dump(ast.parse(source))
         compile(code or "", "mutant", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, AttributeError):  # Cosmic Ray knows no dotted names after "except"
         return None
     return None if same else code
 

@@ -113,6 +113,24 @@ def test_bf16_accumulators_know_their_error() -> None:
     assert error == pytest.approx(8 * 1e-4, rel=1e-3) and size == pytest.approx(8 * 1.01**2, rel=1e-5)
 
 
+def test_the_fused_kernel_adds_half_precision_products_to_fp32_sums_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apex's kernel takes nothing else; the sum is the same by either way."""
+    fused: list[torch.dtype] = []
+
+    def kernel(total: torch.Tensor, grads: torch.Tensor, inputs: torch.Tensor) -> None:
+        fused.append(total.dtype)
+        total.add_(grads.float().t() @ inputs.float())
+
+    monkeypatch.setattr(weight_gradients.platform, "kernels", lambda: SimpleNamespace(adds_products=True))
+    monkeypatch.setattr(weight_gradients, "add_product", kernel)
+    ones, factors = torch.ones(3, 4), torch.tensor([1.0, 2.0, 4.0])
+    for total_dtype, dtype in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32,) * 2):
+        total = torch.ones(4, 4, dtype=total_dtype)
+        weight_gradients._add_product(total, ones.to(dtype), factors, ones.to(dtype))
+        assert total.eq(8).all()
+    assert fused == [torch.float32]
+
+
 def test_the_smaller_one_is_kept() -> None:
     """70 tokens against a crossover of 71, 300 tokens beyond it: W_i in place of inputs and output gradients."""
     parameter = torch.nn.Parameter(torch.zeros(128, 160))

@@ -16,7 +16,7 @@ from vcpo_megatron.types import Batch
 from ..scenarios import _by_expert, make_batch, make_config, make_model_folder, oracle_step, reference
 from ..world import run_world
 
-COEFFICIENT = 3.0
+COEFFICIENT = 0.75
 SP: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
 #: name -> (ranks, layout, [algorithm], [model], max_pack_tokens).
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
