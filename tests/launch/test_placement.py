@@ -51,8 +51,9 @@ def test_a_server_of_several_gpus_has_them_for_itself() -> None:
     sglang = {"engine": "sglang", "python": "/p", "servers": 2, "tensor_parallel": 2}
     plan = plan_local(config(rollout=sglang), gpus=["0", "1", "2", "3", "4", "5"])
     assert [process.devices for process in plan.processes] == [(), (), (), ("0",), ("1", "2"), ("3", "4")]
-    with pytest.raises(PlacementError, match="servers = 2 .* 5 GPUs, 4 visible"):
+    with pytest.raises(PlacementError) as caught:
         plan_local(config(rollout=sglang), gpus=["0", "1", "2", "3"])
+    assert_names(caught.value, "rollout.servers = 2", "2 GPUs each", "5 GPUs", "4 visible")
 
 
 def test_joined_servers_are_no_processes_of_the_run() -> None:
@@ -65,8 +66,10 @@ def test_too_few_gpus() -> None:
     with pytest.raises(PlacementError) as caught:
         plan_local(config(launch={"learner_ranks": 2}, rollout=sglang), gpus=["0", "1", "2"])
     assert_names(caught.value, "learner_ranks = 2", "rollout.servers = 2", "4 GPUs", "3 visible")
-    with pytest.raises(PlacementError, match="learner_ranks = 2: 2 GPUs are needed, 1 visible"):
+    with pytest.raises(PlacementError) as caught:
         plan_local(config(launch={"learner_ranks": 2}), gpus=["0"])
+    assert_names(caught.value, "learner_ranks = 2", "2 GPUs", "1 visible")
+    assert "rollout.servers" not in str(caught.value)
 
 
 def test_the_embedded_engine_takes_no_gpu() -> None:
