@@ -247,7 +247,7 @@ def watched_reads(reads: DeviceReads) -> Iterator[DeviceReads]:
 
 
 def _asked_by() -> tuple[str, bool]:
-    """The line of the learner or of Megatron, outside of this module, that is being executed; whether a schedule runs."""
+    """The line of the learner or of Megatron that is being executed, outside of this module; whether a schedule runs."""
     line, frame, inside = "", sys._getframe(1), False
     while True:
         path = Path(frame.f_code.co_filename)
@@ -261,7 +261,7 @@ def _asked_by() -> tuple[str, bool]:
 
 
 def asked_by() -> str:
-    """The line of the learner or of Megatron that is being executed, "folder/file.py:line"; this module's are skipped."""
+    """The line of the learner or of Megatron that is being executed, outside of this module: "folder/file.py:line"."""
     return _asked_by()[0]
 
 
