@@ -1,6 +1,6 @@
-"""Full sentences of errors, in one file: ``golden/messages.json``.
+"""What errors, warnings and notes say: the values that they name, and full sentences in ``golden/messages.json``.
 
-Elsewhere tests assert the type of an error and the value that it names, so that a better sentence changes one file.
+Tests assert the type of an error and the values that it names, so that a better sentence changes one file at most.
 ``VCPO_WRITE_MESSAGES=1 pytest ...`` writes what is said now into it; read the difference before it is committed.
 """
 
@@ -8,9 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 GOLDEN = Path(__file__).with_name("golden") / "messages.json"
+
+
+def assert_names(message: object, *values: object) -> None:
+    """One line of ``message`` holds each of ``values``, as whole words and in this order."""
+    texts = [str(value) for value in values]
+    edge = r"(?:(?<!\w)|(?!\w))"  # not within a word: 2 is not named by 12
+    line = ".*".join(edge + re.escape(text) + edge for text in texts)
+    assert re.search(line, str(message)), f"no line of {str(message)!r} names {texts}"
 
 
 def assert_said(topic: str, case: str, message: str, **names: object) -> None:
@@ -19,11 +28,17 @@ def assert_said(topic: str, case: str, message: str, **names: object) -> None:
         message = message.replace(str(value), f"<{name}>")
     if os.environ.get("VCPO_WRITE_MESSAGES"):
         _write(topic, case, message)
-    assert message == json.loads(GOLDEN.read_text(encoding="utf-8"))[topic].get(case), f"{GOLDEN.name}: {topic}: {case}"
+    held = json.loads(GOLDEN.read_text(encoding="utf-8"))[topic].get(case)
+    assert message == held, f"{message!r}, where {GOLDEN.name} holds {held!r} for {topic}: {case}"
+
+
+def topics() -> set[str]:
+    """Those that the file holds."""
+    return set(json.loads(GOLDEN.read_text(encoding="utf-8")))
 
 
 def cases(topic: str) -> set[str]:
-    """Those that the file holds a sentence of."""
+    """Those of ``topic`` that the file holds a sentence of."""
     return set(json.loads(GOLDEN.read_text(encoding="utf-8"))[topic])
 
 

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from tests.cli.commands import ROOT, errors
+from tests.messages import assert_said
 from vcpo_megatron.cli import main as cli
 from vcpo_megatron.rollout.embedded import server
 
@@ -59,4 +60,5 @@ def test_a_port_that_another_program_began_to_listen_on_is_blamed_itself(
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
         assert server.serve(["--model-path", str(tmp_path), "--port", str(port)]) == 1
-    assert errors(capsys) == [f"cannot listen on 127.0.0.1:{port}: Address already in use; pass another --port"]
+    (line,) = errors(capsys)
+    assert_said("vcpo serve", "port in use", line, port=port)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.commands import done, errors, store, without_torch
+from tests.messages import assert_names, assert_said
 from vcpo_megatron.cli import main as cli
 from vcpo_megatron.config.load import load_config, load_resolved
 from vcpo_megatron.launch import local
@@ -46,7 +47,7 @@ def test_all_problems_are_printed_together(
     assert cli.main(arguments) == 2
     found = errors(capsys)
     assert started == [] and len(found) == 4
-    assert found[0] == f"--run-dir {full}: exists and is not empty; give another one, or --resume"
+    assert_said("vcpo train", "run directory is not empty", found[0], folder=full)
     assert any(line.startswith("algorithm.base_ess_ratio = 2.0") for line in found)
     assert any(line.startswith("train.group_size = 1") for line in found)
     assert any("digitz" in line for line in found)
@@ -81,18 +82,15 @@ def test_a_run_directory_with_too_long_a_name(
 
 def test_a_home_of_nobody(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", str(toml), "--set", "model.path=~nosuchuser/x"]) == 2
-    assert errors(capsys) == ['model.path = "~nosuchuser/x": there is no such user; give another path']
+    (line,) = errors(capsys)
+    assert_said("vcpo train", "home of nobody", line)
 
 
 def test_far_too_many_ranks_are_refused_at_once(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begun = time.process_time()
     assert cli.main(["train", str(toml), "--dry-run", "--set", "launch.learner_ranks=100000"]) == 2
     assert time.process_time() - begun < 5
-    line = errors(capsys)[-1]
-    assert line == (
-        "launch.learner_ranks = 100000 and rollout.servers = 1 are 100001 processes, one host runs at most 512; "
-        "lower them"
-    )
+    assert_said("vcpo train", "too many processes", errors(capsys)[-1])
 
 
 def test_a_run_directory_that_is_a_file(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +128,7 @@ def test_resume_uses_the_stored_configuration(
     assert call["config"] == load_config(toml, ["train.seed=3", "optimizer.lr=1e-3", "train.steps=50"])
     assert call["resume"] is True
     note = capsys.readouterr().err
-    assert "differs in optimizer.lr (run: 0.001, file: 1e-06), train.seed (run: 3, file: 0): not used" in note
+    assert_names(note, "optimizer.lr (run: 0.001, file: 1e-06)", "train.seed (run: 3, file: 0)", "not used")
 
 
 def test_resume_with_the_stored_file_itself_says_nothing(
@@ -157,13 +155,12 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_all_else(
     done(store(Path("r"), toml), 5, "")
     resume = ["train", str(toml), "--run-dir", "r", "--resume"]
     assert cli.main([*resume, "--from-step", "50"]) == 2
-    assert errors(capsys) == ["--from-step 50: r/checkpoints/step_50 is no complete checkpoint; complete are: step_5"]
+    (line,) = errors(capsys)
+    assert_said("vcpo train", "no such checkpoint", line)
     (Path("r") / "checkpoints" / "step_5" / "manifest.json").write_text("")
     assert cli.main([*resume, "--dry-run"]) == 2 and started == []
-    assert errors(capsys) == [
-        "r/checkpoints/step_5 is damaged (manifest.json cannot be read): put its files back, or start a new run in "
-        "another --run-dir"
-    ]
+    (line,) = errors(capsys)
+    assert_said("vcpo train", "the only checkpoint is damaged", line)
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
@@ -221,7 +218,8 @@ def test_fewer_steps_than_are_done_are_refused(
 ) -> None:
     done(store(Path("r"), toml), 5, '{"step": 4, "eval/version": 5}\n')
     assert cli.main(["train", str(toml), "--run-dir", "r", "--resume", "--set", "train.steps=4"]) == 2
-    assert errors(capsys) == ["--resume: 5 steps are done already: train.steps = 4 is less; raise train.steps above 5"]
+    (line,) = errors(capsys)
+    assert_said("vcpo train", "fewer steps than are done", line)
     assert started == []
 
 
@@ -246,9 +244,10 @@ def test_a_finished_run_starts_nothing(
     assert cli.main(["train", str(toml), "--run-dir", "r", "--resume", *settings]) == code
     out = capsys.readouterr().out
     assert len(started) == (code == 7)
-    assert out == (
-        "" if code else "r: already finished: all 5 steps are done; to go on, raise train.steps (--set train.steps=N)\n"
-    )
+    if code:
+        assert out == ""
+    else:
+        assert_said("vcpo train", "already finished", out)
 
 
 def test_another_layout_goes_on_with_the_run(toml: Path, started: list[dict[str, Any]]) -> None:
@@ -276,7 +275,7 @@ def test_a_run_directory_says_all_that_a_resume_needs(
     store(Path("r"), toml, "train.seed=3")
     assert cli.main(["train", "--resume", "--run-dir", "r", "--set", "train.steps=9"]) == 7
     assert started[0]["config"] == load_config(toml, ["train.seed=3", "train.steps=9"])
-    assert capsys.readouterr().err == "vcpo: note: the resume changes train.steps: 5 -> 9\n"
+    assert capsys.readouterr().err.removeprefix("vcpo: note: the resume changes ") == "train.steps: 5 -> 9\n"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.messages import assert_names
 from vcpo_megatron.config.load import dump_resolved, flatten, load_config, load_resolved, with_overrides
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.run.errors import ConfigError
@@ -98,12 +99,12 @@ def test_an_override_cannot_smuggle_in_another_key(file: Path) -> None:
 @pytest.mark.parametrize("override", ["steps=3", "train.steps", "train.=3", ".steps=3", "=3"])
 def test_malformed_override(file: Path, override: str) -> None:
     (problem,) = problems_of(file, MINIMAL, override)
-    assert problem == f"--set {override}: not of the form section.key=value, as in --set train.steps=100"
+    assert_names(problem, f"--set {override}:", "section.key=value", "--set train.steps=100")
 
 
 def test_override_below_a_value(file: Path) -> None:
     (problem,) = problems_of(file, MINIMAL, "train.steps.x=3")
-    assert problem == "--set train.steps.x=3: train.steps is a value, not a table"
+    assert_names(problem, "--set train.steps.x=3:", "train.steps is a value")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_a_misspelt_choice_names_the_nearest(file: Path) -> None:
 
 def test_a_wrong_override_is_shown_as_it_was_typed(file: Path) -> None:
     (problem,) = problems_of(file, MINIMAL, "train.seed=abc")
-    assert problem == 'train.seed = "abc" (from --set train.seed=abc): must be an integer'
+    assert_names(problem, 'train.seed = "abc"', "--set train.seed=abc", "an integer")
 
 
 @pytest.mark.parametrize(
@@ -328,5 +329,5 @@ def test_a_byte_order_mark_at_the_start_of_the_file_is_no_text(file: Path) -> No
 
 def test_a_broken_copy_of_a_run_names_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "resolved.toml").write_text("[model\n")
-    with pytest.raises(ConfigError, match="undo the change, or put the configuration that the run was started with in"):
+    with pytest.raises(ConfigError, match="undo the change.* the run was started with"):
         load_resolved(tmp_path / "resolved.toml")

@@ -121,7 +121,7 @@ def test_tensor_stored_twice(folder):
 def test_bad_values(tmp_path, bad):
     (tmp_path / "config.json").write_text("{}")
     save_file({"a": torch.tensor([1.0, bad, bad])}, tmp_path / "model.safetensors")
-    with pytest.raises(ConversionError, match=r"model\.safetensors: tensor a holds 2 nan or infinite values of 3"):
+    with pytest.raises(ConversionError, match=r"model\.safetensors: tensor a holds 2 .* of 3"):
         HFFolder(tmp_path).tensor("a")
 
 
@@ -135,4 +135,4 @@ def test_integers_are_not_weights(tmp_path):
 def test_listing_and_order():
     assert sorted(["l.10.w", "l.2.w", "a"], key=natural) == ["a", "l.2.w", "l.10.w"]
     assert listed("abc") == "a, b, c"
-    assert listed(str(i) for i in range(10)) == "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+    assert listed(str(i) for i in range(10)) == ", ".join("01234567") + " and 2 more"

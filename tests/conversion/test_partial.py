@@ -91,7 +91,7 @@ def test_what_is_carried_over(tmp_path: Path) -> None:
 def test_a_link_to_nothing_is_not_dropped(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("gone")  # its own reader says so
     (tmp_path / "tokenizer.json").symlink_to("../blobs/gone")
-    with pytest.raises(ConversionError, match=r"links to files that do not exist: tokenizer\.json: download"):
+    with pytest.raises(ConversionError, match=r"do not exist: tokenizer\.json: download"):
         carried_files(tmp_path)
 
 
@@ -111,7 +111,7 @@ def test_what_no_conversion_has_left_is_not_touched(tmp_path: Path, kind: str) -
     else:
         path.symlink_to(elsewhere)
     before = sorted(str(file) for file in tmp_path.rglob("*"))
-    with pytest.raises(ConversionError, match=r"out\.partial, where .* is not what an interrupted .* move it away"):
+    with pytest.raises(ConversionError, match=r"out\.partial, where .*move it away"):
         Partial(tmp_path / "out", {}, 0)
     assert sorted(str(file) for file in tmp_path.rglob("*")) == before
 
@@ -135,7 +135,7 @@ def test_a_source_is_not_written_into(tmp_path: Path, out: str) -> None:
     (tmp_path / "other").symlink_to(tmp_path)
     before = sorted(str(file) for file in tmp_path.rglob("*"))
     for name in (tmp_path / out, tmp_path / "other" / out):
-        with pytest.raises(ConversionError, match="is, holds or lies in .*, which is only read: give a name elsewhere"):
+        with pytest.raises(ConversionError, match="lies in .*/source, .*name elsewhere"):
             Partial(name, {}, 0, [tmp_path, source][1:])
     assert sorted(str(file) for file in tmp_path.rglob("*")) == before
 
@@ -163,7 +163,7 @@ sys.stdin.read()
         assert holder.stdin is not None and holder.stdout is not None
         assert holder.stdout.readline() == "ready\n"
         for plan in ({}, {"of": "another"}):
-            with pytest.raises(ConversionError, match=f"is being written by process {holder.pid} on .*: wait"):
+            with pytest.raises(ConversionError, match=f"written by process {holder.pid} on .*: wait"):
                 Partial(tmp_path / "out", plan, 0)
         assert (tmp_path / "out.partial" / "conversion.journal.jsonl").read_text() == '{"done": 1}\n'
         holder.kill()
@@ -196,7 +196,7 @@ def test_errors_at_the_start_are_named_and_leave_nothing(tmp_path: Path, monkeyp
         return write(path, *arguments)
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(ConversionError, match="out was not written: the disk is full; nothing was left behind"):
+    with pytest.raises(ConversionError, match="out was not written: the disk is full"):
         Partial(tmp_path / "new" / "folders" / "out", {}, 0)
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []

@@ -58,7 +58,7 @@ def test_an_end_of_several_tokens_is_sampled_in_part(chat_folder: Path) -> None:
     ],
 )
 def test_a_template_that_does_not_write_an_answer_as_it_is(chat_folder: Path, source: str, times: str) -> None:
-    with pytest.raises(EnvironmentSetupError, match=f"writes an answer {times}; several turns need it once"):
+    with pytest.raises(EnvironmentSetupError, match=f"writes an answer {times}; several turns"):
         template(chat_folder, source).next_turn(ASKED, Action((1,), "4", "stop"), AGAIN)
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests.messages import assert_names, assert_said
 from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments.base import Action, EnvironmentSetupError, Outcome
 from vcpo_megatron.environments.modular_sum import ModularSum, draw_heldout, draw_prompt, read_prompts, write_prompts
@@ -127,15 +128,9 @@ def test_files_that_name_a_field_differently_are_told_so(make_tokenizer, tmp_pat
     data.write_text('{"question": "11111111"}\n')
     write_prompts(heldout, ["44444444"])
     (line,) = problems(config(data=data, heldout=heldout), make_tokenizer())
-    assert line == (
-        f"{data}: line 1: field 'prompt' is missing or null (present: 'question'); "
-        "add it, or set environment.fields.prompt to the name that data and heldout use"
-    )
+    assert_said("fields of a data set", "field is missing", line, file=data)
     (line,) = problems(config(data=data, heldout=heldout, fields={"prompt": "question"}), make_tokenizer())
-    assert line == (
-        f"{heldout}: line 1: field 'question' is missing or null (present: 'prompt'); environment.fields.prompt = "
-        "'question' holds for data and heldout alike: name the field the same in both files"
-    )
+    assert_said("fields of a data set", "field is named otherwise in the other file", line, file=heldout)
 
 
 def test_written_prompts_are_read_back(tmp_path):
@@ -192,7 +187,7 @@ def test_a_bad_prompt_names_file_and_line(make_tokenizer, tmp_path, prompt):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "12345678"}\n' + json.dumps({"prompt": prompt}) + "\n")
     (line,) = problems(config(data=path), make_tokenizer())
-    assert line.startswith(f"{path}: line 2: prompt {prompt!r} is not a text of 8 digits")
+    assert_names(line, f"{path}: line 2: prompt {prompt!r}", "8 digits")
 
 
 def test_heldout_must_be_distinct_disjoint_from_the_data_and_not_everything(make_tokenizer, tmp_path):
@@ -204,7 +199,7 @@ def test_heldout_must_be_distinct_disjoint_from_the_data_and_not_everything(make
     write_prompts(heldout, ["12345678", "11111111"])
     write_prompts(data, ["22222222", "11111111"])
     (line,) = problems(config(heldout=heldout, data=data), folder)
-    assert line.startswith(f"{data}: 1 prompt(s) are also held out, the first is '11111111'")
+    assert_names(line, f"{data}: 1 prompt(s)", "'11111111'")
     write_prompts(heldout, "0123456789")
     (line,) = problems(config(heldout=heldout, options={"digits": 1}), folder)
     assert "none is left to train on" in line

@@ -24,6 +24,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from tests.messages import assert_names, assert_said
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.launch import workspace
 from vcpo_megatron.launch.local import _explained
@@ -234,9 +235,7 @@ def test_normal_end(tmp_path: Path) -> None:
     with started(tmp_path / "run") as run:
         code, out, err = run.wait()
         assert (code, err) == (0, "")
-        assert out.splitlines()[-1] == (
-            f"done: 3 of 3 steps, last eval accuracy 0.5000; run directory: {tmp_path / 'run'}"
-        )
+        assert_said("lines of a run", "done", out.splitlines()[-1], run=tmp_path / "run")
         assert any(line.startswith("step 3/3  0:00 left  accuracy 0.5000") for line in out.splitlines())
         run.nothing_left()
         assert len(run.pids()) == 9
@@ -332,7 +331,7 @@ def test_learner_that_outlives_the_orchestrator_is_killed(tmp_path: Path) -> Non
     with started(tmp_path, learner_1=SLEEP, sections={"launch": {"timeout_s": 3.0}}) as run:
         code, out, err = run.wait()
         assert code == 0 and out.splitlines()[-1].startswith("done: ")
-        assert err == "vcpo: warning: learner rank 1 did not end after the orchestrator and was killed\n"
+        assert_said("lines of a run", "learner rank outlives the orchestrator", err)
         run.nothing_left()
 
 
@@ -341,7 +340,8 @@ def test_learner_that_fails_in_its_teardown_is_a_warning(tmp_path: Path) -> None
     learner = "wait_for_end('orchestrator.0'); time.sleep(0.5); fail('teardown')"
     with started(tmp_path, orchestrator=orchestrator, learner_1=learner) as run:
         code, _, err = run.wait()
-        assert code == 0 and err.startswith("vcpo: warning: learner rank 1 ended with exit code 1")
+        assert code == 0
+        assert_names(err, "vcpo: warning", "learner rank 1", "exit code 1")
 
 
 # --- deaths -----------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ def test_a_death_ends_the_run_with_one_line(tmp_path: Path, name: str, says: str
         line = error_line(code, err)
         log = tmp_path / "logs" / f"{name}.log"
         if how == "error":
-            assert line == f"{says} ended with exit code 1; log: {log}; last message: no such thing: x = 3"
+            assert_said("lines of a run", "process ended", line, log=log, process=says)
         else:
             assert line == f"{says} ended with signal SIGKILL; log: {log}"
         assert "failed: 0 of 3 steps" in out and "--resume" in out.splitlines()[-1]
@@ -381,7 +381,7 @@ def test_a_death_ends_the_run_with_one_line(tmp_path: Path, name: str, says: str
 def test_configuration_refused_by_a_process_is_exit_code_2(tmp_path: Path) -> None:
     with started(tmp_path, orchestrator="fail('environment.name: unknown', 2)", learner=SLEEP) as run:
         code, out, err = run.wait()
-        assert out.splitlines()[-1] == "no complete checkpoint; the configuration was refused: see to the error first"
+        assert_said("lines of a run", "configuration was refused", out.splitlines()[-1])
         assert "environment.name: unknown" in error_line(code, err, expected_code=2)
 
 
@@ -424,10 +424,9 @@ def test_the_orchestrator_is_named_when_it_ended_the_run(tmp_path: Path) -> None
         run.all_started()
         (tmp_path / "go").touch()
         code, _, err = run.wait()
-        assert error_line(code, err) == (
-            f"orchestrator ended with exit code 1; log: {tmp_path}/logs/orchestrator.0.log; "
-            "last message: rollout server 0 died (exit code -9), see server.0.log"
-        )
+        line = error_line(code, err)
+        assert line.startswith(f"orchestrator ended with exit code 1; log: {tmp_path}/logs/orchestrator.0.log; ")
+        assert_names(line, "rollout server 0", "exit code -9", "server.0.log")
 
 
 def test_of_two_errors_the_earliest_is_named(tmp_path: Path) -> None:
@@ -447,7 +446,7 @@ def test_orchestrator_that_hangs_after_the_learner_ended(tmp_path: Path) -> None
     with started(tmp_path, orchestrator=SLEEP, learner="", sections={"launch": {"timeout_s": 1.0}}) as run:
         code, _, err = run.wait()
         line = error_line(code, err)
-        assert line.startswith("orchestrator did not end within 1 s (launch.timeout_s) of learner rank ")
+        assert_names(line, "orchestrator", "1 s (launch.timeout_s)", "learner rank")
         run.nothing_left()
 
 
@@ -472,12 +471,11 @@ def test_first_signal_stops_after_a_checkpoint(tmp_path: Path, signum: int, expe
         code, out, err = run.wait()
         assert (code, err) == (expected, "")
         name = signal.Signals(signum).name
-        assert out.splitlines()[0] == f"{tmp_path}: starting at step 0; what every process says is in logs/"
-        assert out.splitlines()[1].startswith(f"{name}: stopping after the current step")
-        assert out.splitlines()[-2:] == [
-            f"stopped by {name}: 0 of 3 steps; run directory: {tmp_path}",
-            "newest complete checkpoint: step_2; continue with: " + continued(directory=str(tmp_path)),
-        ]
+        lines = out.splitlines()
+        assert_said("lines of a run", "start", lines[0], run=tmp_path)
+        assert lines[1].startswith(f"{name}: stopping after the current step")
+        assert_said("lines of a run", "stopped by a signal", lines[-2], run=tmp_path, signal=name)
+        assert lines[-1] == "newest complete checkpoint: step_2; continue with: " + continued(directory=str(tmp_path))
         run.nothing_left()
 
 
@@ -573,7 +571,7 @@ def test_orchestrator_that_hangs_after_a_signal(tmp_path: Path) -> None:
         wait_for(lambda: (tmp_path / "listening").exists(), "the orchestrator")
         run.process.terminate()
         code, _, err = run.wait()
-        assert error_line(code, err).startswith("orchestrator did not end within 1 s (launch.timeout_s) of SIGTERM")
+        assert_names(error_line(code, err), "orchestrator", "1 s (launch.timeout_s)", "SIGTERM")
         run.nothing_left()
 
 
@@ -599,10 +597,8 @@ def test_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
         first.all_started()
         with started(tmp_path, resume=True) as second:
             code, _, err = second.wait()
-            assert error_line(code, err) == (
-                f"run directory {tmp_path} is in use by another run (pid {first.process.pid}); "
-                "stop it or choose another with --run-dir"
-            )
+            line = error_line(code, err)
+            assert_said("lines of a run", "run directory in use", line, run=tmp_path, pid=first.process.pid)
         assert first.process.poll() is None
     assert (tmp_path / "attempts").read_text() == "1\n"
 
@@ -611,10 +607,7 @@ def test_directory_with_results_needs_resume(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     with started(tmp_path) as run:
         code, _, err = run.wait()
-        assert error_line(code, err) == (
-            f"run directory {tmp_path} holds a run already (metrics.jsonl); continue it with --resume or choose "
-            "another with --run-dir"
-        )
+        assert_said("lines of a run", "run directory holds a run", error_line(code, err), run=tmp_path)
     assert not (tmp_path / "attempts").exists()
 
 
@@ -724,17 +717,13 @@ def test_a_full_disk_at_the_start_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "logs" / "orchestrator.0.log").symlink_to("/dev/full")
     with started(tmp_path) as run:
         code, _, err = run.wait()
-    assert error_line(code, err) == (
-        f"{tmp_path}: No space left on device; free space, or choose another with --run-dir"
-    )
+    assert_said("lines of a run", "full disk at the start", error_line(code, err), run=tmp_path)
 
 
 def test_a_full_disk_is_named_when_the_logs_cannot_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert workspace.full_disk(RunDirectory(tmp_path)) == ""
     monkeypatch.setattr(workspace.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
-    assert workspace.full_disk(RunDirectory(tmp_path)) == (
-        f"; no space left on device for {tmp_path}: free space, then resume the run"
-    )
+    assert_said("lines of a run", "full disk at a death", workspace.full_disk(RunDirectory(tmp_path)), run=tmp_path)
 
 
 def test_a_disk_that_fills_up_is_told_with_what_waits_and_again_when_there_is_space(
@@ -755,7 +744,7 @@ def test_a_disk_that_fills_up_is_told_with_what_waits_and_again_when_there_is_sp
 
     assert looks(10**9) == []
     (line,) = looks(4096)
-    assert line.startswith(f"vcpo: warning: {tmp_path}: no space left on its disk; ") and "generation pauses" in line
+    assert_names(line, f"vcpo: warning: {tmp_path}", "no space left", "generation pauses")
     assert looks(10**9) == [f"{tmp_path}: its disk has space again"]
 
 
@@ -808,7 +797,7 @@ def test_failed_held_out_samples_are_said_at_the_end(tmp_path: Path) -> None:
     with started(tmp_path, orchestrator=failed) as run:
         code, out, _ = run.wait()
     assert code == 0
-    assert "done: 3 of 3 steps, last eval accuracy 0.5000 (2 of 8 samples failed); " in out.splitlines()[-1]
+    assert_names(out.splitlines()[-1], "3 of 3 steps", "accuracy 0.5000", "2 of 8 samples")
 
 
 def test_metrics_that_were_removed_are_noticed_at_the_end(tmp_path: Path) -> None:
@@ -818,19 +807,15 @@ def test_metrics_that_were_removed_are_noticed_at_the_end(tmp_path: Path) -> Non
     )
     with started(tmp_path, orchestrator=GOOD_ORCHESTRATOR + save) as run:
         code, _, err = run.wait()
-    assert code == 0 and err == (
-        f"vcpo: warning: {tmp_path}/metrics.jsonl holds 0 of 3 steps: it was removed or changed while the run wrote "
-        "it\n"
-    )
+    assert code == 0
+    assert_said("lines of a run", "metrics were removed", err, run=tmp_path)
 
 
 def test_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with started(tmp_path / "file" / "run") as run:
         code, _, err = run.wait()
-        assert error_line(code, err) == (
-            f"run directory {tmp_path}/file/run cannot be written: Not a directory; choose another with --run-dir"
-        )
+        assert_said("lines of a run", "run directory cannot be written", error_line(code, err), folder=tmp_path)
 
 
 @contextlib.contextmanager
@@ -859,7 +844,7 @@ def test_port_in_use_is_named_with_its_key(tmp_path: Path, key: str, offset: int
         section, _, name = key.partition(".")
         with started(tmp_path, sections={section: {name: port - offset}}) as run:
             code, _, err = run.wait()
-        assert error_line(code, err) == f"port {port} ({key}) is in use; free it or set {key}"
+        assert_said("lines of a run", "port in use", error_line(code, err), number=port, key=key)
     assert list(tmp_path.iterdir()) == []  # nothing is in the way of the next try
 
 
@@ -939,13 +924,14 @@ def test_a_user_goes_back_to_an_older_checkpoint(tmp_path: Path) -> None:
         (folder / "manifest.json").write_text(manifest(step))
     with started(tmp_path, resume=True, from_step=3) as run:
         code, _, err = run.wait()
-    assert code == 1 and "step_3 is no complete checkpoint; complete are: step_2, step_4, step_6" in err
+    assert code == 1
+    assert_names(err, "step_3", "step_2, step_4, step_6")
     tell = "(home / 'told').write_text(os.environ['VCPO_RESUME_STEP'])\n"
     roles = {"orchestrator": tell + GOOD_ORCHESTRATOR, "learner": GOOD_LEARNER}
     with started(tmp_path, resume=True, from_step=2, **roles) as run:
         code, out, _ = run.wait()
     assert code == 0 and (tmp_path / "told").read_text() == "2"
-    assert "newer checkpoints move to checkpoints/abandoned/attempt_2 when the run goes on: step_4, step_6" in out
+    assert_names(out, "checkpoints/abandoned/attempt_2", "step_4, step_6")
     assert RunDirectory(tmp_path).complete_steps() == [2, 4, 6]  # which these stand-ins never say
 
 
@@ -958,9 +944,7 @@ def test_a_refused_resume_changes_neither_checkpoints_nor_the_configuration(tmp_
     with started(tmp_path, resume=True, from_step=2, orchestrator="fail('other data', 1)") as run:
         code, out, err = run.wait()
     assert code == 1 and "last message: other data" in err
-    assert out.splitlines()[-1] == (
-        "newest complete checkpoint: step_4; the resume has not begun: see to the error first"
-    )
+    assert_said("lines of a run", "resume was refused", out.splitlines()[-1])
     assert RunDirectory(tmp_path).complete_steps() == [2, 4]
     assert (tmp_path / "resolved.toml").read_text() == "that of the run"
     assert "[train]" in (tmp_path / "resolved.next.toml").read_text()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.messages import assert_names
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.launch.devices import installed_gpus
 from vcpo_megatron.launch.placement import PlacementError, Process, plan_local
@@ -49,7 +50,7 @@ def test_a_server_of_several_gpus_has_them_for_itself() -> None:
     sglang = {"engine": "sglang", "python": "/p", "servers": 2, "tensor_parallel": 2}
     plan = plan_local(config(rollout=sglang), gpus=["0", "1", "2", "3", "4", "5"])
     assert [process.devices for process in plan.processes] == [(), (), (), ("0",), ("1", "2"), ("3", "4")]
-    with pytest.raises(PlacementError, match="rollout.servers = 2 of 2 GPUs each need 5 GPUs, 4 visible"):
+    with pytest.raises(PlacementError, match="servers = 2 .* 5 GPUs, 4 visible"):
         plan_local(config(rollout=sglang), gpus=["0", "1", "2", "3"])
 
 
@@ -59,8 +60,9 @@ def test_joined_servers_are_no_processes_of_the_run() -> None:
 
 
 def test_too_few_gpus() -> None:
-    with pytest.raises(PlacementError, match="learner_ranks = 2 and rollout.servers = 2 need 4 GPUs, 3 visible"):
+    with pytest.raises(PlacementError) as caught:
         plan_local(config(launch={"learner_ranks": 2}, rollout={"servers": 2}), gpus=["0", "1", "2"])
+    assert_names(caught.value, "learner_ranks = 2", "rollout.servers = 2", "4 GPUs", "3 visible")
 
 
 def test_a_replay_has_no_servers() -> None:

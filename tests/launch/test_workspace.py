@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.messages import assert_said
 from vcpo_megatron.launch import workspace
 from vcpo_megatron.launch.workspace import RunDirectoryError, chosen_checkpoint, run_identity
 from vcpo_megatron.run.directory import RunDirectory
@@ -98,10 +99,7 @@ def test_a_run_that_lost_all_its_checkpoints_does_not_start_over(tmp_path: Path,
         directory.make_checkpoints()
     with pytest.raises(RunDirectoryError) as caught:
         chosen_checkpoint(directory, None)
-    assert str(caught.value) == (
-        f"{directory.checkpoints} {says}: put the folder of the checkpoints back, or start a new run in another "
-        "--run-dir"
-    )
+    assert_said("lines of a run", "checkpoints are lost", str(caught.value), what=f"{directory.checkpoints} {says}")
 
 
 def test_an_attempt_that_died_as_it_took_the_run_over_may_have_changed_how_often(tmp_path: Path) -> None:

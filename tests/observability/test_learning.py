@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.messages import assert_names
 from tests.orchestrator.fake_run import FakeEnvironment, FakeEpisode, FakeRun, config
 from tests.orchestrator.store.test_store import V0, trajectory
 from vcpo_megatron.environments.base import Example, Outcome
@@ -42,10 +43,8 @@ def test_equal_rewards_are_said_after_some_steps_ever_more_rarely_and_at_the_end
     watch = LearningWatch()
     said = {step: line for step in range(50) if (line := watch.observe(batch(step, *groups))) is not None}
     assert list(said) == [FIRST_SAID - 1, 2 * FIRST_SAID - 1, 4 * FIRST_SAID - 1]
-    assert said[19].startswith(f"steps 0-19: in every group all rewards are equal{which}, so nothing is learned; ")
-    assert (watch.summary() or "").startswith(
-        f"nothing was learned: in none of the 50 steps had a group different rewards{which}; "
-    )
+    assert_names(said[19], "steps 0-19", f"all rewards are equal{which},", "nothing is learned")
+    assert_names(watch.summary(), "nothing was learned", "50 steps", f"different rewards{which};")
 
 
 def test_one_group_with_different_rewards_is_something() -> None:

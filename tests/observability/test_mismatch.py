@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.messages import assert_names
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.observability.mismatch import MismatchWatch
 
@@ -49,7 +50,7 @@ def test_it_speaks_above_the_threshold_and_again_when_the_mismatch_doubles(tmp_p
 
 def test_it_names_numbers_and_causes_of_this_run(tmp_path: Path) -> None:
     line = watch(tmp_path).observe(7, metrics(0.25)) or ""
-    assert line.startswith("step 7: learner and servers differ by 0.25 nats on average (at most 0.75) over 12 tokens")
+    assert_names(line, "step 7", "0.25 nats on average", "at most 0.75", "12 tokens")
     assert "a sampling option" in line and "weights of the version" in line
     assert "bfloat16" not in line and "router" not in line and "in_place" not in line
     more = watch(tmp_path, "Qwen3Moe", model={"dtype": "bfloat16"}, rollout={"pause_mode": "in_place"})

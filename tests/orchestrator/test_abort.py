@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.messages import assert_names
 from tests.orchestrator.fake_run import FakeRun, stopped_while_it_samples
 from tests.orchestrator.store.crash_images import run_of
 from tests.orchestrator.store.test_crash_points import EXPECTED, comparable, learner, resume_and_check, settings
@@ -64,7 +65,7 @@ def test_a_step_that_is_too_long_is_left_and_taken_again_to_the_same_bits(
     assert [row["step"] for row in run.rows()] == list(range(AT))
     with RolloutStore.open_readonly(tmp_path / "run" / "rollouts.sqlite") as store:
         assert store.counts().trained == AT * 4 and store.steps_done() == AT
-    assert "step 5 was aborted (launch.grace_s = 2 s); its 2 groups are trained after" in (capsys.readouterr().out)
+    assert_names(capsys.readouterr().out, "step 5 was aborted", "(launch.grace_s = 2 s)", "2 groups")
     resume_and_check(tmp_path / "run", whole, lag)  # every prompt once; exact: parameter, order and rows are equal
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.messages import assert_names
 from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config, stopped_while_it_samples
 from vcpo_megatron.orchestrator import controller as controller_module
 from vcpo_megatron.orchestrator.modes.metrics_log import MetricsLog
@@ -99,7 +100,7 @@ def test_a_failing_trajectory_is_counted_and_ends_its_group_only(tmp_path: Path)
 
 def test_nothing_but_failures_ends_the_run_with_the_commonest(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, config(train={"steps": 500}), environment=FakeEnvironment(fails=lambda example: True))
-    with pytest.raises(RunError, match="^20 groups in a row, in order of admission, have failed.*the judge is down"):
+    with pytest.raises(RunError, match="^20 groups in a row.*judge is down"):
         run.run()
 
 
@@ -151,7 +152,7 @@ def test_an_error_of_the_learner_ends_the_run_naming_it(tmp_path: Path) -> None:
 def test_a_silent_learner_ends_the_run_at_the_deadline(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, config(launch={"timeout_s": 1.5}))
     run.learner.silent_at = 1
-    with pytest.raises(ControlError, match=r"silent for 1.5 s \(launch.timeout_s\) while it owed StepDone"):
+    with pytest.raises(ControlError, match=r"silent for 1.5 s \(launch.timeout_s\).*owed StepDone"):
         run.run()
 
 
@@ -186,7 +187,7 @@ def test_servers_that_disagree_with_the_learner_end_the_run(tmp_path: Path) -> N
         run.clients[1].score_offset = 0.002
 
     run = FakeRun(tmp_path, config(), servers=2, setup=setup)
-    with pytest.raises(RunError, match=r"rollout server 1 and the learner differ by 0.002"):
+    with pytest.raises(RunError, match=r"server 1 and the learner differ by 0.002"):
         run.run()
     assert not any(event.startswith("generate") for client in run.clients for event in client.events)
 
@@ -214,14 +215,14 @@ def test_steps_of_vanishing_weights_are_named_and_warned_of_once(
         f"step {n} was skipped: vanishing weights" for n in (2, 3)
     ]
     (warning,) = [line for line in said if line.startswith("vcpo: warning: step ")]
-    assert "step 2: the importance weights are 0 on average (weight/mean)" in warning
+    assert_names(warning, "step 2", "weights are 0 on average (weight/mean)")
 
 
 def test_ten_skipped_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
     """Nine do not, when the tenth is taken; the tenth's row and marks are written before the run ends."""
     run = FakeRun(tmp_path, config(train={"steps": 40}))
     run.learner.skips = {*range(2, 11), *range(12, 40)}
-    with pytest.raises(RunError, match=r"^10 steps in a row were skipped, up to step 21 \(non-finite.*--from-step"):
+    with pytest.raises(RunError, match=r"^10 steps in a row .*step 21 \(non-finite.*--from-step"):
         run.run()
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(22))
@@ -237,9 +238,7 @@ async def kill_server(run: FakeRun, controller: Any) -> None:
 
 def test_a_dead_server_ends_the_run_when_no_restart_is_allowed(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, config(train={"steps": 1000}, rollout={"max_restarts": 0}), during=kill_server)
-    with pytest.raises(
-        FleetError, match=r"rollout server 0 died \(exit code -9\), see .*server.0.log; rollout.max_restarts is 0"
-    ):
+    with pytest.raises(FleetError, match=r"server 0 died \(exit code -9\).*server.0.log.*max_restarts is 0"):
         run.run()
 
 
@@ -330,10 +329,8 @@ def test_a_slow_start_of_the_servers_is_said_and_is_no_alarm(
     assert FakeRun(tmp_path, cfg, servers=2, setup=setup).run() == "run ended"
     out = capsys.readouterr().out.splitlines()
     said = [number for number, line in enumerate(out) if "waiting for rollout servers" in line]
-    assert len(said) >= 4 and re.fullmatch(
-        r"vcpo: note: waiting for rollout servers: 1 of 2 ready \([1-9]\d* of 30 s, rollout\.start_timeout_s\)",
-        out[said[-1]],
-    )
+    assert len(said) >= 4 and re.search(r": 1 of 2 ready \([1-9]\d* of 30 s, ", out[said[-1]])
+    assert_names(out[said[-1]], "vcpo: note: waiting for rollout servers", "rollout.start_timeout_s")
     # A busy machine may stand still for so long once they have started.
     assert not [line for line in out[: said[-1]] if "nothing moved" in line]
 
@@ -359,11 +356,9 @@ def test_a_slow_learner_is_waited_for_by_name(
     run.learner.before_loaded = loading
     assert run.run() == "run ended"
     waits = [line for line in said if line.startswith("vcpo: note: waiting for the learner (")]
-    assert re.fullmatch(
-        r"vcpo: note: waiting for the learner \(builds the model\), servers \([0-2] of 2 ready\), \d+ s",
-        waits[-1],
-    )
-    assert "learner and 2 servers hold version 1.0: the first batch is being sampled" in capsys.readouterr().out
+    assert re.search(r" \(builds the model\), servers \([0-2] of 2 ready\), ", waits[-1])
+    assert re.search(r", \d+ s$", waits[-1])
+    assert_names(capsys.readouterr().out, "learner and 2 servers hold version 1.0", "first batch")
 
 
 # --- checkpoints and resume -------------------------------------------------------------------
@@ -423,7 +418,7 @@ def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     FakeRun(tmp_path, config()).run()
     second = FakeRun(tmp_path, config(train={"steps": 9}), attempt=2, resume_step=6)
     second.environment.fingerprint = "other"
-    with pytest.raises(RunError, match=r"not that of checkpoint step_6 \(fingerprint f, now other\).*the tokenizer"):
+    with pytest.raises(RunError, match=r"checkpoint step_6 \(fingerprint f, now other\).*the tokenizer"):
         second.run()
 
 

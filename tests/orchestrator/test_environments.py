@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.environments.workers.faulty import Faulty
+from tests.messages import assert_names
 from tests.orchestrator.fake_run import FakeEnvironment, FakeEpisode, FakeRun, config
 from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments.base import Example, Outcome
@@ -106,7 +107,7 @@ def test_an_episode_that_leaks_or_hangs_is_a_failure_and_its_prompt_is_set_aside
 def test_exact_lag_ends_with_it(tmp_path: Path, call: str, error: type[BaseException], reason: str) -> None:
     cfg = config(environment={"episode_timeout_s": 0.5}, staleness=EXACT)
     run = FakeRun(tmp_path, cfg, environment=leaky(call, 3, error))
-    with pytest.raises(RunError, match=f'lag = "exact" ends with the first .*prompt train-3, sample 3/0: {reason}'):
+    with pytest.raises(RunError, match=f'lag = "exact" .*prompt train-3, sample 3/0: {reason}'):
         run.run()
 
 
@@ -121,7 +122,8 @@ def test_a_held_out_sample_fails_like_any_other(
     run = FakeRun(tmp_path, cfg, environment=leaky(call, 1001, error))
     if lag == "bounded":
         assert run.run() == "run ended"
-        assert "of 3 samples failed, first: environment fake, prompt heldout-1" in (said := capsys.readouterr().out)
+        said = capsys.readouterr().out
+        assert_names(said, "of 3 samples failed", "environment fake, prompt heldout-1")
         assert reason in said and 0.0 <= run.rows()[-1]["eval/accuracy"] <= 1.0
     else:
         with pytest.raises(RunError, match=f"prompt heldout-1, sample -1/1: {reason}"):
@@ -131,7 +133,7 @@ def test_a_held_out_sample_fails_like_any_other(
 def test_a_run_in_which_every_episode_hangs_ends(tmp_path: Path) -> None:
     environment = FakeEnvironment(delay_s=lambda example: 1000.0)
     run = FakeRun(tmp_path, config(environment={"episode_timeout_s": 0.1}), environment=environment)
-    with pytest.raises(RunError, match="20 groups in a row, .*max_failure_ratio.*timed out: step did not return"):
+    with pytest.raises(RunError, match="20 groups in a row, .*max_failure_ratio.*timed out: step"):
         run.run()
 
 
@@ -144,7 +146,7 @@ def test_a_prompt_that_cannot_be_made_ends_the_run_by_its_index(tmp_path: Path, 
             return super().train_example(index)
 
     run = FakeRun(tmp_path, config(staleness=staleness), environment=Environment())
-    with pytest.raises(RunError, match=r"environment fake: train_example\(5\) has no answer: .*LookupError: row 5"):
+    with pytest.raises(RunError, match=r"environment fake: train_example\(5\) .*LookupError: row 5"):
         run.run()
     assert "train-5" not in trained(run)
 
@@ -183,7 +185,7 @@ def test_a_worker_that_dies_costs_its_own_trajectories_only(tmp_path: Path, poli
     own = [(prompt, why) for prompt, why in found if not why.startswith(WORKER_ENDED)]
     assert Counter(prompt for prompt, _ in own) == {"train-3": 3}
     for _, why in found:
-        assert "environment worker " in why and "ended with exit code 7 in step of prompt train-3; see " in why
+        assert_names(why, "environment worker", "exit code 7 in step of prompt train-3", "see")
     with RolloutStore.open_readonly(tmp_path / "rollouts.sqlite") as store:
         assert isinstance(store, StoreReader) and store.failures_by_prompt() == {"train-3": 3}
 
@@ -199,9 +201,8 @@ def test_a_held_out_sample_that_kills_its_worker_is_the_only_one_that_fails(
     run = FakeRun(tmp_path, cfg)
     assert run.run() == "run ended"
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "evaluation of version 1" in line]
-    assert (
-        "1 of 3 samples failed, first: environment faulty, prompt heldout-0, sample -1/0: environment worker " in line
-    )
+    own = "environment faulty, prompt heldout-0, sample -1/0: environment worker"
+    assert_names(line, "1 of 3 samples failed", own)
     assert run.rows()[-1]["eval/failed"] == 1
 
 
@@ -209,7 +210,7 @@ def test_exact_lag_ends_by_the_name_of_the_one_that_killed_the_worker(tmp_path: 
     """Although those that were lost with it stand before it in their batch."""
     options = {"0": {"step": "nap"}, "1": {"step": "quit"}}
     cfg = config(staleness=EXACT, environment={"name": FAULTY, "workers": 1, "options": options})
-    with pytest.raises(RunError, match=r"fails: environment faulty, prompt train-1, sample 1/[01]: environment worker"):
+    with pytest.raises(RunError, match=r"faulty, prompt train-1, sample 1/[01]: environment worker"):
         FakeRun(tmp_path, cfg).run()
 
 
@@ -293,5 +294,5 @@ def test_exact_lag_is_the_same_in_workers_and_ends_with_one_that_dies(tmp_path: 
         assert (one.prompt_id, one.reward) == (other.prompt_id, other.reward)
 
     dying = config(**exact, environment={"name": FAULTY, "workers": 1, "options": {"7": {"reset": "segfault"}}})
-    with pytest.raises(RunError, match=r"fails: .*: environment worker 0 .* SIGSEGV in reset of prompt train-7; see"):
+    with pytest.raises(RunError, match="worker 0 .*SIGSEGV in reset of prompt train-7"):
         FakeRun(tmp_path / "dying", dying).run()

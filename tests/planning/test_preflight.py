@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.messages import assert_names
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.planning.preflight import config_problems
 
@@ -26,7 +27,7 @@ def test_a_configuration_that_can_run_has_none(model_folder: Path) -> None:
 
 def test_the_environment_is_asked_with_the_model_s_context(model_folder: Path) -> None:
     found = config_problems(config(model_folder, options={"digits": 60}))
-    assert any("a prompt of 61 tokens and an answer of 60 exceed the model's context" in line for line in found)
+    assert_names("\n".join(found), "prompt of 61 tokens", "answer of 60", "the model's context")
 
 
 def test_a_file_is_named_once(model_folder: Path) -> None:

@@ -144,7 +144,7 @@ def test_part_of_the_vocabulary_has_renormalised_logprobs_or_is_refused(engine: 
 
 
 def test_an_id_outside_the_vocabulary_never_leaves_the_client(engine: Engine) -> None:
-    with pytest.raises(ProtocolError, match=r"input_ids\[1\] = 97 is not an id of the vocabulary, 0..96"):
+    with pytest.raises(ProtocolError, match=r"input_ids\[1\] = 97 is .*vocabulary, 0..96"):
         engine.use(lambda client: client.generate([5, 97], SamplingParams(1), "r"))
 
 

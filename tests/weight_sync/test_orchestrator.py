@@ -43,7 +43,7 @@ def test_a_bucket_refused_by_one_server_again_and_again_ends_the_run_naming_it(h
         sync.offer(weights(0))
         await asyncio.sleep(10)
 
-    with pytest.raises(SyncError, match=r"rollout server 1 refused weights 1\.0 twice: .*shape mismatch"):
+    with pytest.raises(SyncError, match=r"server 1 refused weights 1\.0 twice: .*shape mismatch"):
         harness(work)
     assert reasons and all("shape mismatch" in reason for reason in reasons)
 

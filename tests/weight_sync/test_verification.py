@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.messages import assert_said
 from tests.weight_sync.fake_servers import (
     DistributedLearner,
     distributed,
@@ -47,10 +48,8 @@ def test_what_was_verified_is_counted_and_said_once(capsys: pytest.CaptureFixtur
 
     run_distributed(work, verify=True)
     said = [line for line in capsys.readouterr().out.splitlines() if "verify_sync" in line]
-    assert said == [
-        "vcpo: note: rollout server 0: 1 checksums of weights 1.0 agree (rollout.verify_sync); sync/verified counts "
-        "the updates that follow"
-    ]
+    (line,) = said
+    assert_said("lines of a run", "checksums agree", line)
 
 
 def test_servers_are_compared_with_one_another_where_the_learner_cannot_know() -> None:
@@ -61,19 +60,19 @@ def test_servers_are_compared_with_one_another_where_the_learner_cannot_know() -
         assert verifier.compared == 1
         clients[1].sums = {"a": "7"}
         await verifier.check("rollout server 0", clients[0], "1.1", {})
-        with pytest.raises(ChecksumError, match="differ from what rollout server 0 holds, first a"):
+        with pytest.raises(ChecksumError, match="rollout server 0 holds, first a"):
             await verifier.check("rollout server 1", clients[1], "1.1", {})
         clients[0].sums, clients[1].sums = {"a": "1", "x": "2"}, {"a": "1", "x": "3"}  # x: what the learner cannot know
         await verifier.check("rollout server 0", clients[0], "1.2", {"a": "1"})
-        with pytest.raises(ChecksumError, match="differ from what rollout server 0 holds, first x"):
+        with pytest.raises(ChecksumError, match="rollout server 0 holds, first x"):
             await verifier.check("rollout server 1", clients[1], "1.2", {"a": "1"})
-        with pytest.raises(ChecksumError, match=r"2 of 2 .* the learner sent, first a \(checksum 1, expected 9\)"):
+        with pytest.raises(ChecksumError, match=r"2 of 2 .*first a \(checksum 1, .* 9\)"):
             await verifier.check("rollout server 1", clients[1], "1.2", {"a": "9", "b": "1"})
         for client in clients:  # hashed in another way
             client.info, client.sums = ServerInfo(on_gpus=True), {"a": "5"}
         await verifier.check("rollout server 0", clients[0], "1.3", {"a": "1"})
         clients[1].sums = {"a": "6"}
-        with pytest.raises(ChecksumError, match="differ from what rollout server 0 holds, first a"):
+        with pytest.raises(ChecksumError, match="rollout server 0 holds, first a"):
             await verifier.check("rollout server 1", clients[1], "1.3", {"a": "1"})
 
     run_distributed(work)
@@ -130,7 +129,7 @@ def test_of_several_ranks_one_that_holds_an_unchanged_part_is_no_fault() -> None
         clients[0].weights_checksums = checksums
         for number in range(2):
             await verifier.check("rollout server 0", clients[0], f"1.{number}", {"q": f"s{number}"})
-        with pytest.raises(ChecksumError, match="1 of the 1 parameters .* as they were before, first q"):
+        with pytest.raises(ChecksumError, match="1 of the 1 .*before, first q"):
             await verifier.check("rollout server 0", clients[0], "1.2", {"q": "s2"})
 
     run_distributed(work, servers=1)
@@ -147,7 +146,7 @@ def test_a_server_that_keeps_its_weights_ends_the_run_by_its_own_name(at: int) -
             sync.offer(distributed(number))
             await (sync.all_loaded(0) if number == 0 else asyncio.sleep(15))
 
-    with pytest.raises(SyncError, match=f"rollout server {at} refused weights 1.1 twice: rollout server {at} does not"):
+    with pytest.raises(SyncError, match=f"server {at} refused weights 1.1 twice: .*server {at}"):
         run_distributed(work, wave=1, verify=True)
 
 

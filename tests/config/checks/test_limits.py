@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.config.checks.test_problems import make as make  # noqa: PLC0414 - the fixture
+from tests.messages import assert_names
 from vcpo_megatron.config.checks.limits import least
 from vcpo_megatron.config.checks.problems import problems
 from vcpo_megatron.config.checks.start import start_checkpoint
@@ -162,13 +163,13 @@ def test_a_start_that_does_not_fit_is_one_line(
 
     other = make_model(rms_norm_eps=0.5, rope_parameters={"rope_theta": 123.0, "rope_type": "default"})
     (line,) = said(("model.path", other))
-    assert line.startswith(f"train.start_from = {source.path}: its model is not that of {other}: ")
-    assert "norm_eps 1e-06 in the checkpoint, 0.5 now; rope.theta 10000.0 in the checkpoint, 123.0 now" in line
+    assert line.startswith(f"train.start_from = {source.path}: ")
+    assert_names(line, other, "norm_eps 1e-06", "0.5 now", "rope.theta 10000.0", "123.0 now")
     (line,) = said(("model.vocab_multiple", 16))
-    assert "padded vocabulary (model.vocab_multiple) 128 in the checkpoint, 16 now" in line
+    assert_names(line, "(model.vocab_multiple) 128", "16 now")
     assert said(("model.dtype", "bfloat16"), ("optimizer.distributed", True)) == []  # weights alone
     (line,) = said(("train.start_optimizer", True), ("model.dtype", "bfloat16"), ("optimizer.distributed", True))
-    assert 'model.dtype "float32" in the checkpoint, "bfloat16" now; optimizer.distributed false in the' in line
+    assert_names(line, 'model.dtype "float32"', '"bfloat16" now', "optimizer.distributed false")
     assert line.endswith("take the weights alone, with start_optimizer = false")
 
 
@@ -182,7 +183,7 @@ def test_a_start_that_is_damaged_or_lost_is_named(make: Make, source: RunDirecto
         assert said(path).startswith(f"train.start_from = {path}: ") and "data has 4 bytes, not 7" in said(path)
     assert problems(make(("train.start_from", source.checkpoint(3)))) == []
     (source.checkpoint(3) / "manifest.json").write_text(json.dumps({"step": 3}))
-    assert "is damaged (manifest.json cannot be read: it has no checksum)" in said(source.checkpoint(3))
+    assert_names(said(source.checkpoint(3)), "damaged", "manifest.json", "no checksum")
     (source.path / "empty" / "checkpoints").mkdir(parents=True)
     assert "the run has no complete checkpoint" in said(source.path / "empty")
 

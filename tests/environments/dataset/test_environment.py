@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.environments.in_process import setup_problems
+from tests.messages import assert_names
 from vcpo_megatron.config.schema import EnvironmentConfig
 from vcpo_megatron.environments.base import Action, EnvironmentSetupError, Example, Outcome
 from vcpo_megatron.environments.dataset.environment import Dataset
@@ -150,7 +151,8 @@ def test_what_the_held_out_file_has_is_not_trained(chat_folder: Path) -> None:
     environment = make(chat_folder, ROWS, ROWS[3:5])
     trained = {environment.train_example(index).prompt_id for index in range(18)}
     assert trained == {f"train/0/{number}" for number in range(20) if number not in (3, 4)}
-    assert environment.notes == [f"{chat_folder}/train.jsonl: 2 of 20 rows are left out: held out as well"]
+    (note,) = environment.notes
+    assert_names(note, f"{chat_folder}/train.jsonl: 2 of 20 rows", "held out")
     assert "no row is left to train on" in problem(chat_folder, ROWS, ROWS)
 
 

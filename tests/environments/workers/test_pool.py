@@ -294,7 +294,7 @@ def test_workers_that_make_different_environments_are_refused(tmp_path: Path) ->
         async with make_pool(tmp_path, 2, factory="random"):
             pytest.fail("it started")
 
-    with pytest.raises(EnvironmentSetupError, match=r"differ in fingerprint \('\d+' and '\d+'\); make it from its arg"):
+    with pytest.raises(EnvironmentSetupError, match=r"differ in fingerprint \('\d+' and '\d+'\)"):
         asyncio.run(asyncio.wait_for(start(), PATIENCE_S))
 
 
@@ -310,7 +310,7 @@ def test_a_worker_that_cannot_be_replaced_ends_the_run(tmp_path: Path, monkeypat
                 os.kill(pid, signal.SIGKILL)
             await pool.supervise()
 
-    with pytest.raises(RunError, match="cannot be replaced, 2 tries: .*FileNotFoundError: the data has gone"):
+    with pytest.raises(RunError, match="2 tries: .*FileNotFoundError: the data has gone"):
         asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
 
 

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.messages import assert_names
 from vcpo_megatron.cli import main as cli
 from vcpo_megatron.conversion.errors import ConversionError
 from vcpo_megatron.conversion.writer import FolderWriter
@@ -190,9 +191,9 @@ def test_the_system_refuses_to_write(
 ) -> None:
     checkpoint = imported(folders["llama"], tmp_path / "checkpoint")
     with file_size_limit(6000):
-        with pytest.raises(ConversionError, match="was not written: File too large; nothing was left behind"):
+        with pytest.raises(ConversionError, match="was not written: File too large; nothing"):
             imported(folders["llama"], tmp_path / "second")
-        with pytest.raises(ConversionError, match="was not written: File too large; nothing was left behind"):
+        with pytest.raises(ConversionError, match="was not written: File too large; nothing"):
             export_hf(checkpoint, tmp_path / "back", progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
@@ -317,7 +318,7 @@ def test_stacked_experts_are_refused_by_name(
     capsys.readouterr()  # progress of transformers
     assert cli.main(["convert", "import", str(tmp_path / "stacked"), str(tmp_path / "out"), "--quiet"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "model.layers.0.mlp.experts.down_proj holds all experts of a layer in one tensor" in line
+    assert_names(line, "model.layers.0.mlp.experts.down_proj", "all experts of a layer in one tensor")
     assert "save_original_format=True" in line and not (tmp_path / "out").exists()
     model.save_pretrained(tmp_path / "again", save_original_format=True)  # the remedy
     assert same_weights(folders["qwen3-moe"], tmp_path / "again")
@@ -353,7 +354,7 @@ def test_verify_finds_a_padded_row_that_was_exported(
     config = json.loads((told / "config.json").read_text())
     (told / "config.json").write_text(json.dumps({**config, "vocab_size": 40}))
     assert verify(imported(folders["llama"], tmp_path / "checkpoint"), told) == 1
-    assert "config.json: vocab_size is 37 in A and 40 in B" in capsys.readouterr().out
+    assert_names(capsys.readouterr().out, "config.json: vocab_size", "37 in A", "40 in B")
 
 
 def test_verify_finds_a_missing_bias(
@@ -403,4 +404,4 @@ def test_verify_finds_one_element_and_another_configuration(
     config = json.loads((changed / "config.json").read_text())
     (changed / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     assert verify(folders["llama"], changed) == 1
-    assert "rms_norm_eps is 1e-06 in A and 0.001 in B" in capsys.readouterr().out
+    assert_names(capsys.readouterr().out, "rms_norm_eps", "1e-06 in A", "0.001 in B")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.messages import assert_names
 from vcpo_megatron.config.load import dump_resolved
 from vcpo_megatron.run.directory import Manifest, RunDirectory
 from vcpo_megatron.run.integrity import unsealed
@@ -71,7 +72,7 @@ def test_nothing_is_put_into_a_run(
         assert "where a run keeps its own" in (said := capsys.readouterr().err) or "which is only read" in said
     for source in (folder, run.export(9)):
         assert convert("import", source, link / out, "--quiet") == 1
-        assert f"it lies in {run.path}, where a run keeps its own" in capsys.readouterr().err
+        assert_names(capsys.readouterr().err, f"lies in {run.path}", "a run keeps its own")
     assert sorted(run.path.rglob("*")) == before
 
 
@@ -101,7 +102,7 @@ def test_what_lies_in_a_run_and_is_no_checkpoint(
 ) -> None:
     for source in (run.checkpoints, run.checkpoints / "abandoned", run.export(9), run.checkpoints / "abandoned" / ".."):
         assert convert("export", source, tmp_path / "out", "--quiet") == 1
-        assert f"{source} is neither an imported checkpoint, a run directory, nor a" in capsys.readouterr().err
+        assert_names(capsys.readouterr().err, f"{source} is neither", "imported checkpoint", "run directory")
 
 
 # --- checksums --------------------------------------------------------------------------------
@@ -123,14 +124,14 @@ def test_one_bit_of_an_import(
     for arguments in (("export", checkpoint, tmp_path / "out", "--quiet"), ("verify", folder, checkpoint)):
         assert convert(*arguments) == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"{checkpoint} has changed since it was written: {file} has CRC-32 " in line
+        assert_names(line, f"{checkpoint} has changed", f"{file} has CRC-32")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_file_of_an_import_that_is_gone(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (checkpoint / "hf" / "generation_config.json").unlink()
     assert convert("export", checkpoint, tmp_path / "out", "--quiet") == 1
-    assert "hf/generation_config.json cannot be read (No such file or directory)" in capsys.readouterr().err
+    assert_names(capsys.readouterr().err, "hf/generation_config.json", "No such file or directory")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"crc32": 1}', '{"checksums": 3}', '{"checksums": {"common.pt": "x"}}'])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.messages import assert_names, assert_said
 from vcpo_megatron.learner.checkpoint.errors import CheckpointError, reading, writing
 
 
@@ -23,17 +24,15 @@ def failed_write(path: Path, error: Exception) -> str:
 def test_a_full_disk_is_named_even_below_other_errors(tmp_path: Path, number: int) -> None:
     error = RuntimeError("Worker failure:\n 1")
     error.__cause__ = OSError(number, "full")
-    assert failed_write(tmp_path / "step_3", error) == (
-        f"cannot write checkpoint {tmp_path}/step_3: no space left on device; free space on its disk, then resume the "
-        "run (RuntimeError: Worker failure: 1)"
-    )
+    said = failed_write(tmp_path / "step_3", error)
+    assert_said("lines of a run", "full disk for a checkpoint", said, folder=tmp_path)
 
 
 def test_a_full_disk_is_found_when_the_error_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = RuntimeError("PytorchStreamWriter failed writing file data/0")
     assert "no space" not in failed_write(tmp_path, error)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
-    assert f"cannot write checkpoint {tmp_path}: no space left on device" in failed_write(tmp_path, error)
+    assert_names(failed_write(tmp_path, error), f"checkpoint {tmp_path}: no space left on device")
 
 
 @pytest.mark.parametrize("error", [EOFError(), ValueError("Expecting value: line 1 column 1 (char 0)")])

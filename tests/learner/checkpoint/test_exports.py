@@ -68,7 +68,7 @@ def test_exports_equal_those_of_the_checkpoint(tmp_path: Path) -> None:
     data = bytearray(changed.read_bytes())
     data[len(data) // 2] ^= 1
     changed.write_bytes(data)
-    with pytest.raises(ConversionError, match=r"step_1 has changed since it was written: __1_0.distcp has CRC-32"):
+    with pytest.raises(ConversionError, match=r"step_1 has changed .*__1_0.distcp has CRC-32"):
         export_hf(run.checkpoint(1), tmp_path / "not", progress=False)
 
 

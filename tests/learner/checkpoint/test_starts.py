@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.messages import assert_names, assert_said
 from tests.slow import matrix
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.run.directory import RunDirectory
@@ -62,9 +63,9 @@ def test_a_run_starts_from_the_weights_of_another(name: str, tmp_path: Path) -> 
         alone, whole, oracle = world(layout, "start_each", configs=configs, batch=batches[1], folder=folder)
         assert_equal(alone["begun"], saved["saved"])
         assert_equal(alone["parameters"], oracle["parameters"])
-        assert alone["said"] == f"vcpo: note: starts from the weights of {directory.checkpoint(1)} (1 steps)\n"
+        assert_said("lines of a run", "start from weights", alone["said"], checkpoint=directory.checkpoint(1))
         if ("expert" in layout.parallel) != ("expert" in saved_by.parallel):
-            assert "stored in another form: parallel.expert > 1 True in the checkpoint, False now" in whole["refused"]
+            assert_names(whole["refused"], "parallel.expert > 1", "True in the checkpoint", "False now")
             continue
         assert_equal(whole["begun"], saved["saved"])
         assert alone["steps"] == whole["steps"] == 1  # the schedule is the new run's
@@ -122,7 +123,7 @@ def test_a_resume_trains_by_its_own_settings(source: tuple[Path, RunDirectory, d
         assert outcome["metrics"]["lr/effective"] == pytest.approx(rate * scale, rel=1e-9), optimizer
         assert outcome["decays"] == {0.0, optimizer.get("weight_decay", 0.1)}  # norms and biases have none
         before = f"before this resume {cosine(2, 1e-2, 10):g}"
-        assert outcome["said"] == f"vcpo: note: learning rate of step 1: {rate:g}, {before}\n"
+        assert_names(outcome["said"], "vcpo: note", f"step 1: {rate:g}, {before}")
     assert equal(found[0]["parameters"], saved["next"]["parameters"])  # nothing has changed: bit for bit
     for changed in found[1:]:
         assert not equal(changed["parameters"], found[0]["parameters"])
@@ -142,11 +143,9 @@ def test_what_does_not_fit_is_refused(source: tuple[Path, RunDirectory, dict[str
     *refused, sound = world(ONE, "start_each", configs=configs, batch=batch, folder=str(tmp_path))
     shape, padded, form = (outcome["refused"] for outcome in refused)
     begin = f"train.start_from = {directory.checkpoint(1)}: "
-    assert shape.startswith(f"{begin}its model is not that of {other}: num_layers 2 in the checkpoint, 1 now")
-    assert padded.startswith(
-        f"{begin}its model is not that of {model}: padded vocabulary (model.vocab_multiple) 32 in "
-    )
-    assert form.startswith(f"{begin}its optimizer is stored in another form: optimizer.distributed false in the")
+    assert_names(shape, f"{begin}its model", f"{other}: num_layers 2", "1 now")
+    assert_names(padded, f"{begin}its model", model, "(model.vocab_multiple) 32")
+    assert_names(form, f"{begin}its optimizer", "optimizer.distributed false")
     assert "refused" not in sound
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.messages import assert_names
 from tests.orchestrator.ledgers import NoStore, now
 from vcpo_megatron.orchestrator.modes.batcher import Batcher
 from vcpo_megatron.orchestrator.modes.staleness import StalenessBound
@@ -168,7 +169,7 @@ def test_waits_for_what_is_due_then_drops_it() -> None:
     assert (poll.batch, poll.waits_for, poll.retry_s) == (None, (7,), 10.0)
     clock.now = 12.0
     assert batcher.poll().retry_s == 3.0
-    assert "step 3 waits for groups 7 (version 2, samples [0, 1] missing)" in batcher.describe()
+    assert_names(batcher.describe(), "step 3", "groups 7 (version 2, samples [0, 1] missing)")
     clock.now = 15.0
     poll = batcher.poll()
     assert poll.expired == (7,) and poll.batch is not None
@@ -254,12 +255,10 @@ def test_restored_from_a_plan() -> None:
 
 def test_says_who_waits_for_whom() -> None:
     batcher, _ = make(1, 1)
-    assert batcher.describe() == "step 0 waits for admissions: 0 of 1 groups are complete"
+    assert_names(batcher.describe(), "step 0", "admissions", "0 of 1 groups")
     batcher.admit(0, 0)
     batcher.add(trajectory(0, 1, 0))
-    assert batcher.describe() == (
-        "step 0 waits for groups 0 (version 0, samples [0] missing): 0 of 1 groups are complete"
-    )
+    assert_names(batcher.describe(), "step 0", "groups 0 (version 0, samples [0] missing)", "0 of 1 groups")
     batcher.add(trajectory(0, 0, 0))
     assert "nobody has asked" in batcher.describe()
     batcher.poll()

@@ -98,7 +98,7 @@ def test_the_seed_is_31_bits_and_fixed() -> None:
 def test_a_failed_trajectory_ends_the_run(tmp_path: Path) -> None:
     environment = FakeEnvironment(fails=lambda example: example.data["index"] == 5)
     run = FakeRun(tmp_path, exact(1), environment=environment)
-    with pytest.raises(RunError, match=r'lag = "exact" ends with the first trajectory that fails: .*the judge is down'):
+    with pytest.raises(RunError, match='lag = "exact" ends .*: the judge is down'):
         run.run()
 
 
@@ -219,7 +219,7 @@ def test_a_server_that_takes_weights_and_keeps_its_own_ends_the_run(tmp_path: Pa
         run.clients[0].moves = lambda number: 0.01 * min(number, keeps_from - 1)
 
     run.setup = setup
-    with pytest.raises(FleetError, match="rollout server 0 took weights .* and still computes what it did before"):
+    with pytest.raises(FleetError, match="server 0 took weights .* still computes"):
         run.run()
     assert all(
         version.number < keeps_from
@@ -325,5 +325,5 @@ def test_replay_of_what_cannot_be_replayed_is_refused_by_name(tmp_path: Path) ->
     with pytest.raises(RunError, match="empty: has no rollouts.sqlite"):
         FakeRun(tmp_path / "a", replay(tmp_path / "empty")).run()
     FakeRun(tmp_path / "source", config(train={"steps": 2})).run()
-    with pytest.raises(RunError, match=r"step 0 holds 2 groups of 2; this run has train.groups_per_step = 3"):
+    with pytest.raises(RunError, match="step 0 .*2 groups .*groups_per_step = 3"):
         FakeRun(tmp_path / "b", replay(tmp_path / "source", groups_per_step=3)).run()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.messages import assert_names
 from tests.orchestrator.fake_run import FakeEnvironment, FakeEpisode, FakeRun, config
 from tests.orchestrator.ledgers import NoStore, now
 from tests.orchestrator.modes.test_batcher import trajectory
@@ -98,7 +99,8 @@ def test_a_poisoned_prompt_is_set_aside_by_name(
     assert run.run() == "run ended"
     assert trained(run) == sorted(f"train-{i}" for i in range(13) if i != 3)  # the next prompt took its place
     said = capsys.readouterr().out
-    assert said.count("prompt train-3 is set aside after 3 failures, the last: environment fake") == 1
+    assert said.count("prompt train-3 is set aside") == 1
+    assert_names(said, "prompt train-3 is set aside", "3 failures", "environment fake")
     failed = Counter({key[0]: n for key, n in states(tmp_path).items() if key[1] == "failed"})
     assert failed.keys() == {"train-3"}
     assert run.rows()[-1]["rollouts/failed"] == 3
@@ -116,8 +118,9 @@ def test_the_window_counts_failures_among_outcomes() -> None:
     for _ in range(20):  # half of the outcomes: not too many
         window.success()
         window.failure(ValueError("common"), 0)
-    with pytest.raises(RunError, match=r"^6 of the last 10 outcomes are failures .*ratio = 0.5.*, 5 of them: common"):
+    with pytest.raises(RunError) as caught:
         window.failure(ValueError("rare"), 0)
+    assert_names(caught.value, "6 of the last 10 outcomes", "max_failure_ratio = 0.5", "5 of them: common")
 
 
 class Groups:
@@ -146,7 +149,7 @@ class Groups:
             try:
                 self.failure(ValueError(says.format(group)), group)
             except RunError as error:
-                assert "groups in a row, in order of admission, have failed" in str(error)
+                assert "groups in a row" in str(error)
                 return number
         return 0
 
@@ -166,10 +169,8 @@ def test_so_many_groups_in_a_row_end_a_run_whatever_the_window_early_and_late() 
     with pytest.raises(RunError) as caught:
         for group in range(1, 21):
             groups.failure(ValueError(f"gone -{group}.5" if group < 20 else "gone -7.5"), group)
-    assert str(caught.value) == (
-        "20 groups in a row, in order of admission, have failed, and 21 of the last 22 outcomes are failures "
-        "(rollout.max_failure_ratio = 0.5), 20 of them: gone -7.5"
-    )
+    assert_names(caught.value, "20 groups in a row", "21 of the last 22 outcomes", "20 of them: gone -7.5")
+    assert_names(caught.value, "(rollout.max_failure_ratio = 0.5)")
 
 
 def complete(group: int) -> Group:
@@ -206,7 +207,7 @@ def test_a_policy_that_has_diverged_ends_the_run_soon(tmp_path: Path, policy: st
         train={"steps": 500, "groups_per_step": 8}, staleness={"max_staleness": 16}, rollout={"on_failure": policy}
     )
     run = FakeRun(tmp_path, cfg, environment=FakeEnvironment(fails=lambda example: True))
-    with pytest.raises(RunError, match="^20 groups in a row, in order of admission, have failed.*the judge is down"):
+    with pytest.raises(RunError, match="^20 groups in a row.*judge is down"):
         run.run()
     failed = sum(count for key, count in states(tmp_path).items() if key[1] == "failed")
     # Which groups have failed by then is a matter of timing; the window alone takes 1,360 failures.

@@ -364,6 +364,13 @@ def test_a_target_near_one_can_still_be_reached() -> None:
     assert pacer.lag == 3
 
 
+def test_a_ratio_above_the_on_policy_one_is_not_saved_up() -> None:
+    pacer = Pacer(4, 0.5)
+    pacer.observe(0.25, on_policy=True)
+    pacer.observe(1.0, on_policy=False)
+    assert pacer.state()["average"] == 1.0
+
+
 def test_what_is_not_finite_counts_as_none_and_the_state_comes_back() -> None:
     pacer = Pacer(6, 0.9)
     pacer.observe(math.nan, on_policy=True)

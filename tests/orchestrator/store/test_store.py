@@ -328,7 +328,7 @@ def test_each_file_has_an_id_of_its_own_for_good(path: Path) -> None:
 def test_a_store_older_than_the_checkpoint_is_refused(path: Path) -> None:
     with RolloutStore(path) as store:
         sample_group(store, 0)
-        with pytest.raises(StoreError, match=r"older than the checkpoint of step 3 \(position is 0"):
+        with pytest.raises(StoreError, match=r"the checkpoint of step 3 \(position is 0"):
             store.resume(3)
         with pytest.raises(StoreError, match=r"next_group_id is 1, not at least 5"):
             store.resume(0, {"position": 0, "next_group_id": 5, "next_cursor": 1})
@@ -555,7 +555,7 @@ def test_a_reader_that_stays_is_named(path: Path, monkeypatch: pytest.MonkeyPatc
     reader = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
     reader.execute("BEGIN")
     reader.execute("SELECT COUNT(*) FROM groups").fetchone()
-    with pytest.raises(StoreError, match="in use by another process: another run, or a reader, for instance a sqlite3"):
+    with pytest.raises(StoreError, match="another process: .* a reader, for instance a sqlite3"):
         RolloutStore(path)
     reader.close()
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from tests.messages import assert_names
 from tests.orchestrator.fake_run import FakeRun, config
 from tests.orchestrator.store.test_store import V0, check_invariant, sample_group, trajectory
 from vcpo_megatron.cli import main as cli
@@ -202,15 +203,18 @@ def test_a_selection_of_nothing_is_refused(path: Path, capsys: pytest.CaptureFix
     with RolloutStore(path) as store:
         sample_group(store, 0)
         sample_group(store, 1)
-    assert report(capsys, path, "--step", "0") == (1, ["vcpo: error: no step 0 (none has been trained yet)"])
+    code, (line,) = report(capsys, path, "--step", "0")
+    assert code == 1
+    assert_names(line, "vcpo: error: no step 0", "none has been trained")
     with RolloutStore(path) as store:
         train(store, 0, 0)
         train(store, 1, 1)
     assert report(capsys, path, "--step", "2") == (1, ["vcpo: error: no step 2 (0 ... 1)"])
     named = "(prompts are named like p0)"
     assert report(capsys, path, "--prompt", "nope") == (1, [f"vcpo: error: no prompt nope {named}"])
-    wrong = report(capsys, path, "--prompt", "p0", "--step", "1")
-    assert wrong == (1, [f"vcpo: error: no prompt p0 in step 1 {named}"])
+    code, (line,) = report(capsys, path, "--prompt", "p0", "--step", "1")
+    assert code == 1
+    assert_names(line, "vcpo: error: no prompt p0 in step 1", named)
 
 
 def test_failures_are_counted_by_error(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,10 +238,10 @@ def test_failures_are_counted_by_error(path: Path, capsys: pytest.CaptureFixture
         "1  dropped: expired",
         "1  failed: HTTP 503",
         "2  failed: step raised ValueError: no judge",
-        "2  failed: the server answered log-prob nan at token # of its answer",
+        f"2  failed: {errors[2].replace('3', '#')}",
     ]
     _, lines = report(capsys, path, "--trajectories")
-    assert "environment my own, prompt p 3, sample 3/0: the server" in "".join(lines)
+    assert "environment my own, prompt p 3, sample 3/0: " in "".join(lines)
 
 
 def test_the_text_of_trajectories(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,7 +291,8 @@ def test_the_text_of_trajectories(path: Path, capsys: pytest.CaptureFixture[str]
         {"of": "observation", "text": "cb"},
         {"of": "answer", "text": "\x1b", "finish_reason": "stop"},
     ]
-    assert (third["text"], third["no_text"]) == (None, "no tokens are stored: it was not sampled to its end")
+    assert third["text"] is None
+    assert_names(third["no_text"], "no tokens are stored", "not sampled to its end")
     path.with_name("tokenizer.json").unlink()
     code, lines = report(capsys, path, "--text")
     assert code == 1 and len(lines) == 1 and "tokenizer.json: no such file" in lines[0]

@@ -367,7 +367,7 @@ def test_a_server_that_another_run_uses_is_refused_and_left_as_it_is(
     seen: list[str] = []
 
     async def scenario(client: ServerClient) -> None:
-        with pytest.raises(UnsupportedServer, match=rf"is used by another run, {OTHER}: .* {OTHER}.1.17 .*of its own"):
+        with pytest.raises(UnsupportedServer, match=rf"another run, {OTHER}: .* {OTHER}.1.17 .*of its own"):
             await client.adopt()
 
     run_against(shared(f"{OTHER}.1.17", [loads], seen), lambda url: ServerClient(url, 10, 5.0, run=OWN), scenario)
@@ -418,7 +418,7 @@ def test_a_server_without_log_probs_is_refused_before_the_first_request(logprob:
     async def scenario(client: ServerClient) -> None:
         if not refused:
             return await client.check_capabilities()
-        with pytest.raises(UnsupportedServer, match=r"log-prob of a sampled token is -?0.0 at temperature 1000"):
+        with pytest.raises(UnsupportedServer, match=r"log-prob of .* is -?0.0 at temperature 1000"):
             await client.check_capabilities()
 
     against(handle, scenario)
@@ -437,7 +437,7 @@ async def router(request: web.Request) -> web.StreamResponse:
 def test_a_router_is_refused_and_its_workers_are_named() -> None:
     async def scenario(client: ServerClient) -> None:
         assert await client.ready()
-        with pytest.raises(UnsupportedServer, match=r"sglang-router, .* set rollout.router to it, .*: http://b:1, h"):
+        with pytest.raises(UnsupportedServer, match=r"sglang-router, .*set rollout.router to it, .*: http://b:1, h"):
             await client.adopt()
 
     against(router, scenario)

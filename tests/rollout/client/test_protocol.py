@@ -296,7 +296,7 @@ def test_log_probs_at_the_limit_are_taken(values: list[float]) -> None:
 
 def test_more_tokens_than_were_asked_for_are_refused() -> None:
     assert replies.parse_generate(REPLY, 10, SamplingParams(max_new_tokens=3)).output_ids == (7, 8, 9)
-    with pytest.raises(ProtocolError, match="3 tokens where at most max_new_tokens = 2 were asked for"):
+    with pytest.raises(ProtocolError, match="3 tokens .*max_new_tokens = 2"):
         replies.parse_generate(REPLY, 10, SamplingParams(max_new_tokens=2))
 
 

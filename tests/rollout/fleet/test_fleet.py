@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.messages import assert_names
 from tests.orchestrator.fake_run import FakeClient, FakeProcess, config, fake_fleet
 from vcpo_megatron.rollout.client.http import ServerClient, ServerError, ServerUnavailable
 from vcpo_megatron.rollout.client.protocol import SamplingParams
@@ -354,7 +355,7 @@ def test_a_joined_server_that_is_lost_is_left_alone_until_it_answers(capsys: pyt
         assert {span.version for span in (await request).spans} == {"1.1"} and server.starts == 0
 
     watched(work, joined=True)
-    assert "rollout server 0 cannot be reached, it runs at http://fake" in capsys.readouterr().out
+    assert_names(capsys.readouterr().out, "rollout server 0 cannot be reached", "http://fake")
 
 
 def test_an_old_request_that_fails_says_nothing_of_a_joined_server_that_came_back() -> None:
@@ -425,7 +426,7 @@ def test_a_joined_server_that_never_answers_ends_the_run_before_it_begins() -> N
         fleet.launch()
         await run_beside(fleet.answering(), fleet.supervise())
 
-    with pytest.raises(FleetError, match="rollout server 0 did not answer within 0.3 s; it runs at http://127.0.0.1:9"):
+    with pytest.raises(FleetError, match="server 0 .*within 0.3 s; .*at http://127.0.0.1:9"):
         asyncio.run(asyncio.wait_for(main(), 8))
 
 
@@ -436,7 +437,7 @@ def test_the_last_joined_server_that_stays_away_ends_the_run() -> None:
         clients[0].process.code = 1
         await asyncio.sleep(8)
 
-    with pytest.raises(FleetError, match=r"did not answer within 1 s, and no other does; it runs at http://fake"):
+    with pytest.raises(FleetError, match=r"within 1 s, and no other .*at http://fake"):
         watched(work, joined=True)
 
 
@@ -464,7 +465,7 @@ def test_restarts_run_out() -> None:
             await fleet.changes.until(lambda s=server, b=before: s.starts > b or None, 5)  # type: ignore[misc]
             assert not server.serving and server.version is None
 
-    with pytest.raises(FleetError, match=r"rollout server 0 died \(exit code 1\), see .*; rollout.max_restarts is 2"):
+    with pytest.raises(FleetError, match=r"server 0 died \(exit code 1\).*max_restarts is 2"):
         with_fleet(work, max_restarts=2)
 
 
@@ -488,7 +489,7 @@ def test_a_server_that_cannot_start_ends_the_run_with_its_last_words(tmp_path: P
         fleet.launch()
         await run_beside(fleet.answering(), fleet.supervise())
 
-    with pytest.raises(FleetError, match=r"died \(exit code 1: no such model\), see .*server.0.log"):
+    with pytest.raises(FleetError, match=r"\(exit code 1: no such model\), .*server.0.log"):
         asyncio.run(asyncio.wait_for(main(), 20))
 
 
@@ -523,7 +524,7 @@ def test_a_server_that_never_answers_ends_the_run_at_the_deadline_and_is_stopped
         finally:
             await fleet.stop()
 
-    with pytest.raises(FleetError, match=r"did not answer within 0.3 s of its start.*rollout.start_timeout_s"):
+    with pytest.raises(FleetError, match=r"within 0.3 s of its start.*rollout.start_timeout_s"):
         asyncio.run(asyncio.wait_for(main(), 20))
     assert fleet.servers[0].process is not None and fleet.servers[0].process.poll() == -15
 
@@ -542,7 +543,7 @@ def test_a_server_that_accepts_and_hangs_is_bound_by_the_deadline_of_its_start(t
             await fleet.stop()
             hanging.close()
 
-    with pytest.raises(FleetError, match=r"did not answer within 0.5 s of its start"):
+    with pytest.raises(FleetError, match=r"within 0.5 s of its start"):
         asyncio.run(asyncio.wait_for(main(), 8))
 
 

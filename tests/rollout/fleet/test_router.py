@@ -305,7 +305,7 @@ def test_a_router_that_does_not_answer_ends_the_run() -> None:
         router.dead = True
         await asyncio.sleep(10)
 
-    with pytest.raises(FleetError, match=r"http://router does not work within 1 s .*: .* connection refused"):
+    with pytest.raises(FleetError, match=r"http://router .*within 1 s .*: .*connection refused"):
         behind_a_router(work)
 
 
@@ -317,7 +317,7 @@ def test_a_router_that_reaches_no_server_ends_the_run() -> None:
         router.add = never  # type: ignore[method-assign]
         await asyncio.sleep(10)
 
-    with pytest.raises(FleetError, match=r"it has none of the servers that serve, http://0, http://1; can it reach"):
+    with pytest.raises(FleetError, match=r"none of the servers that serve, http://0, http://1"):
         behind_a_router(work)
 
 
@@ -407,7 +407,7 @@ def test_a_server_is_no_router() -> None:
         return web.Response(status=404)
 
     async def scenario(client: RouterClient) -> None:
-        with pytest.raises(UnsupportedServer, match=r"rollout.router = .*: what answers there is no sglang-router"):
+        with pytest.raises(UnsupportedServer, match=r"rollout.router = .*: .*is no sglang-router"):
             await client.workers()
 
     against(handle, scenario)

@@ -275,7 +275,7 @@ def test_a_server_that_computes_no_log_probs_is_given_up() -> None:
         client.flat = 0.0
         await ask(fleet)
 
-    with pytest.raises(FleetError, match="no softmax gives .*0.0 at temperature 1000.*after 3 full updates"):
+    with pytest.raises(FleetError, match="0.0 at temperature 1000.*after 3 full updates"):
         with_liar(work)
 
 
@@ -343,5 +343,5 @@ def test_a_server_that_keeps_its_weights_is_doubted_before_an_answer_is_used(las
     if last < MOST_DOUBTS:
         assert with_liar(work, vouch=lambda: question).count("loaded") == 2
     else:
-        with pytest.raises(FleetError, match="rollout server 0 still computes what it did before, after 3 full"):
+        with pytest.raises(FleetError, match="server 0 still computes .*after 3 full"):
             with_liar(work, vouch=lambda: question)

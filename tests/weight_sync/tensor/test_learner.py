@@ -53,7 +53,7 @@ def test_every_tensor_comes_in_the_order_of_the_plan_and_two_buckets_exist_at_a_
 
 def test_a_silent_orchestrator_is_an_error_in_time() -> None:
     receiver = Receiver(lambda self: None, timeout_s=0.05)
-    with pytest.raises(TransferError, match=r"took no bucket of weights for 0\.05 s \(rollout.sync_timeout_s\)"):
+    with pytest.raises(TransferError, match=r"no bucket .*for 0\.05 s \(rollout.sync_timeout_s\)"):
         receiver.run()
     assert len(receiver.sent) == 2
 

@@ -133,5 +133,5 @@ def test_buckets_over_http_are_not_sent_to_a_server_of_several_ranks() -> None:
         sync.offer(WeightsReady(PolicyVersion(1, 0), "tensor", PLAN))
         await asyncio.sleep(10)
 
-    with pytest.raises(RunError, match='server 1 at http://fake has 2 .* set it to "distributed" or "disk"'):
+    with pytest.raises(RunError, match='server 1 .*has 2 .*"distributed" or "disk"'):
         run_distributed(work)
