@@ -316,9 +316,10 @@ def test_each_partition_sees_its_own_gpus() -> None:
     }
     cpus = plan_local(RunConfig.model_validate(config()))
     assert "CUDA_VISIBLE_DEVICES" not in role_environment(cpus.learners[0], cpus, 29500, {})
-    assert not {"PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"} & role_environment(
-        cpus.learners[0], cpus, 29500, {}
-    ).keys()
+    assert (
+        not {"PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
+        & role_environment(cpus.learners[0], cpus, 29500, {}).keys()
+    )
     shared = RunConfig.model_validate({**config(), "parallel": {"tensor": 2}})
     cut = plan_local(shared, gpus=("4", "5", "6", "7"))
     assert role_environment(cut.learners[0], cut, 29500, {})["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"

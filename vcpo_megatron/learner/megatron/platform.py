@@ -247,7 +247,7 @@ def watched_reads(reads: DeviceReads) -> Iterator[DeviceReads]:
 
 
 def _asked_by() -> tuple[str, bool]:
-    """The line of the learner or of Megatron that is being executed, outside of this module; whether a schedule runs."""
+    """The line of the learner or of Megatron that is being executed, outside of this module; if a schedule runs."""
     line, frame, inside = "", sys._getframe(1), False
     while True:
         path = Path(frame.f_code.co_filename)
