@@ -312,6 +312,7 @@ def test_each_partition_sees_its_own_gpus(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "3",
         "PYTHONUNBUFFERED": "1",
         "CUDA_VISIBLE_DEVICES": "4,5",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "RANK": "1",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "2",
@@ -320,6 +321,14 @@ def test_each_partition_sees_its_own_gpus(tmp_path: Path) -> None:
     }
     cpus = plan_local(RunConfig.model_validate(config()))
     assert "CUDA_VISIBLE_DEVICES" not in role_environment(cpus.learners[0], cpus, 29500, {})
+    for_gpus = {"PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
+    assert not for_gpus & role_environment(cpus.learners[0], cpus, 29500, {}).keys()
+    shared = RunConfig.model_validate({**config(), "parallel": {"tensor": 2}})
+    cut = plan_local(shared, gpus=("4", "5", "6", "7"))
+    assert role_environment(cut.learners[0], cut, 29500, {})["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    chosen = role_environment(cut.learners[0], cut, 29500, own)
+    assert "PYTORCH_ALLOC_CONF" not in chosen and chosen["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
     directory = RunDirectory(tmp_path)
     workspace.prepare(directory)
     context = _context(directory, plan, Ports(1, 2, (3, 4)), LaunchOptions(), Terminal())

@@ -15,17 +15,16 @@ from vcpo_megatron.learner.gradients.weight_gradients import accumulate_limit, c
 
 @dataclass(frozen=True)
 class Machine:
-    """What a device sustains; the last three as ``weight_gradients.constants``."""
+    """What a device sustains; the last two as ``weight_gradients.costs`` has them."""
 
     flops: float
     bytes_per_s: float
     pass_flops: int
-    batched_tokens: int
     gram_block: int
 
 
 #: By data sheet, not measured: a bf16 matrix product at 40 % of peak, HBM3.
-H100 = Machine(400e12, 3.35e12, 1500, 64, 256)
+H100 = Machine(400e12, 3.35e12, 1500, 1024)
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,7 @@ SEVENTY_B = Shape(8192, 80, 28672, 64, 8, 128, 128256)
 
 
 def gram_flops(tokens: int, d_in: int, d_out: int, machine: Machine) -> int:
-    """Of <A A^T, G G^T>, by the lower triangle for long ones; the padding of mixed short ones is left out."""
-    if tokens <= machine.batched_tokens:
-        return 2 * tokens * tokens * (d_in + d_out)
+    """Of <A A^T, G G^T>, by the lower triangle of blocks; the padding of those that share a call is left out."""
     pairs = 0
     for start in range(0, tokens, machine.gram_block):
         rows = min(machine.gram_block, tokens - start)

@@ -70,7 +70,8 @@ def extra_seconds(
     CPU, whose blocks are made to fit, and in memory on a GPU.
     """
     gpu = platform.has_gpu()
-    constants = weight_gradients.constants(gpu=gpu)
+    costs = weight_gradients.costs(gpu=gpu)
+    constants = (costs.pass_flops, costs.block)
     if mode == "reference":
         machine = Machine(rates.product, rates.far, *constants)
         return len(lengths) * extra_traffic(mode, 0, parameters, 1, machine) / machine.bytes_per_s

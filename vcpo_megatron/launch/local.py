@@ -187,13 +187,20 @@ def role_environment(
 
     One thread a process unless the user says otherwise: ranks and servers share the cores. On GPUs the learner ranks
     see those of all learner ranks, in order of rank, and take number LOCAL_RANK; the orchestrator sees those of the
-    servers, which it starts, likewise.
+    servers, which it starts, likewise. A user's own choice for torch's allocator and for CUDA's queues is kept.
     """
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     env = {name: environ.get(name, value) for name, value in defaults.items()}
     partition = plan.learners if process.role == "learner" else plan.servers
     if devices := [device for member in partition for device in member.devices]:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    if devices and process.role == "learner":
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
+            # packs differ in length: blocks that can grow are reused, where others would leave holes
+            env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        if plan.cuts_matrices:
+            # one queue: a reduction starts before the product behind it that it is to overlap with
+            env["CUDA_DEVICE_MAX_CONNECTIONS"] = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if process.role == "learner":
         env |= {
             "RANK": str(process.rank),

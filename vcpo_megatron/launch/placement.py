@@ -51,9 +51,13 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All processes of a run: orchestrator, workers of the environment, learner ranks and servers, each in order."""
+    """All processes of a run: orchestrator, workers of the environment, learner ranks and servers, each in order.
+
+    cuts_matrices  learner ranks share matrices (``parallel.tensor`` > 1)
+    """
 
     processes: tuple[Process, ...]
+    cuts_matrices: bool = False
 
     def of(self, role: Role) -> tuple[Process, ...]:
         """Processes of one role, by rank."""
@@ -118,4 +122,4 @@ def plan_local(config: RunConfig, *, gpus: Sequence[str] = (), host: str = "127.
         port = config.rollout.port + rank if config.rollout.port else 0
         first = ranks + rank * size
         processes.append(process("server", rank, gpus[first : first + size], port))
-    return Plan(tuple(processes))
+    return Plan(tuple(processes), cuts_matrices=config.parallel.tensor > 1)

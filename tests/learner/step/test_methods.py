@@ -238,13 +238,8 @@ def test_every_preset_is_held_to_an_oracle() -> None:
 
 def test_right_or_wrong_answers_share_a_product(models: dict[tuple[str, bool], Path]) -> None:
     """The cases above take the path of shared rewards: in a pack of four, two ratios at most."""
-    from vcpo_megatron.learner.gradients.pack_scores import Coefficients
-
     for group in make_batch(models["qwen2", False], right_or_wrong=True).groups:
-        rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
-        weights = torch.tensor([0.5, 1.7, 2.0, 8.0], dtype=torch.float64)
-        classes = Coefficients(weights * (rewards - rewards.mean()), weights).by_ratio
-        assert classes is not None and len(classes) <= 2
+        assert len({t.reward for t in group.trajectories}) <= 2
 
 
 def test_the_far_batch_closes_clips(models: dict[tuple[str, bool], Path]) -> None:

@@ -19,14 +19,14 @@ from vcpo_megatron.learner.gradients import weight_gradients
 from vcpo_megatron.learner.gradients.pack_scores import Coefficients, PackScores, TokenRows, TokenShards
 from vcpo_megatron.learner.gradients.weight_gradients import Accumulate, Accumulator, Deferred, NormsOnly
 
-CPU = costs.Machine(1.0, 1.0, *weight_gradients.constants(gpu=False))
+CPU = costs.Machine(1.0, 1.0, weight_gradients.CPU.pass_flops, weight_gradients.CPU.block)
 LAYERS = [(96, 160), (640, 512)]
 LENGTHS = (5, 30, 90, 600)
 
 
 def test_constants_are_those_of_the_learner() -> None:
-    found = (costs.H100.pass_flops, costs.H100.batched_tokens, costs.H100.gram_block)
-    assert found == weight_gradients.constants(gpu=True)
+    found = (costs.H100.pass_flops, costs.H100.gram_block)
+    assert found == (weight_gradients.GPU.pass_flops, weight_gradients.GPU.block)
 
 
 MODES = {"accumulate": Accumulate, "deferred": Deferred, "two_pass": NormsOnly}
@@ -41,9 +41,11 @@ class Layer:
         ids = torch.arange(n).repeat_interleave(tokens)
         pack = SimpleNamespace(step_samples=range(n), samples=range(n), offset=0, tokens=ids)
         self.scores = PackScores(pack, SimpleNamespace())
-        self.scores.coefficients = Coefficients(torch.full((n,), 0.5).double(), torch.full((n,), 0.25).double())
+        self.scores.coefficients = Coefficients(
+            torch.full((n,), 0.5).double(), torch.full((n,), 0.25).double(), (tuple(range(n)),), torch.tensor([2.0])
+        )
         self.scores.accumulator = Accumulator.zeros({"w": self.weight}, torch.float32)
-        self._rows = TokenShards(TokenRows(ids, n, [tokens] * n), None)
+        self._rows = TokenShards(TokenRows(((i, tokens) for i in range(n)), n, ids), None)
         self._mode, self._n = MODES[mode](), n
 
     def backward(self, inputs: torch.Tensor, grads: torch.Tensor) -> None:
@@ -51,7 +53,7 @@ class Layer:
 
     def finish(self) -> None:
         for apply in self.scores.kept:
-            apply(torch.ones(self._n))
+            apply(torch.ones(1, self._n + 1))
 
 
 def counted(mode: str, tokens: int, d_in: int, d_out: int, n: int = 1) -> int:
