@@ -73,7 +73,7 @@ def logprobs_each(cases: list[tuple[RunConfig, str]], prompts: list[list[int]]) 
     from vcpo_megatron.learner.checkpoint.logprobs import load_weights
     from vcpo_megatron.learner.megatron.model import build_model
     from vcpo_megatron.learner.megatron.parallel import initialize
-    from vcpo_megatron.learner.megatron.scoring import score_with
+    from vcpo_megatron.learner.weights.scoring import score_with
 
     outcomes = []
     for config, checkpoint in cases:

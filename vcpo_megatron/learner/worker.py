@@ -50,10 +50,10 @@ from .checkpoint.exports import Exports
 from .megatron import platform
 from .megatron.layer_specs import describe_kernels
 from .megatron.parallel import Parallel, initialize
-from .megatron.scoring import score_tokens
 from .megatron.training import build_trainable
 from .step.vcpo_step import VcpoStep
 from .weights.gather import WeightGatherer
+from .weights.scoring import score_tokens
 from .weights.snapshots import Snapshots
 
 #: Seconds after which rank 0, without a command, lets the other ranks pass through their collective.

@@ -18,7 +18,7 @@ from ...conversion.table import EMBEDDING
 from ..megatron import platform
 from ..megatron.model import build_network
 from ..megatron.parallel import destroy, initialize
-from ..megatron.scoring import score_with
+from ..weights.scoring import score_with
 from .convert import OpenedCheckpoint
 
 

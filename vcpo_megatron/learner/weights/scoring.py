@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from ..batch.packing import AttentionPlan, PackLayout
-from . import platform
-from .logprobs import token_logprobs
-from .parallel import Parallel, agree_sum
-from .schedule import ForwardStep, Loss, as_loss, forward_tokens, run_schedule
-from .training import Trainable
+from ..megatron import platform
+from ..megatron.logprobs import token_logprobs
+from ..megatron.parallel import Parallel, agree_sum
+from ..megatron.schedule import ForwardStep, Loss, as_loss, forward_tokens, run_schedule
+from ..megatron.training import Trainable
 
 
 def score_tokens(trainable: Trainable, parallel: Parallel, tokens: np.ndarray) -> np.ndarray:
