@@ -4,6 +4,7 @@
 group that was not asked for as gloo's by name) behave as follows. Groups of gloo that were asked for are as ever.
 
     synchronize  torch.cuda.synchronize() waits for everything that was posted on the device's groups, receives included
+    ahead        torch.cuda.synchronize() inside a schedule is refused: the host is to be ahead of its device
     lazy         a communicator is made by its first use, which blocks the host until its peers use it, too: a group's
                  for collectives and batched messages, a pair's, each direction by itself, for messages (NCCL connects
                  a pair when its first message is launched, batched or not)
@@ -40,9 +41,9 @@ from vcpo_megatron.learner.megatron import platform
 
 platform.prepare()
 
-from vcpo_megatron.learner.megatron import parallel  # noqa: E402
+from vcpo_megatron.learner.megatron import parallel, schedule  # noqa: E402
 
-PROPERTIES = ("synchronize", "lazy", "start", "ordered", "device")
+PROPERTIES = ("synchronize", "ahead", "lazy", "start", "ordered", "device")
 _MESSAGES = ("send", "recv")
 _COLLECTIVES = (
     "allreduce",
@@ -74,6 +75,10 @@ Start = Callable[[], Any]
 
 class Hang(RuntimeError):
     """A rank waited too long."""
+
+
+class DeviceBarrier(RuntimeError):
+    """A host waits for its whole device inside a schedule."""
 
 
 class LateCommunicator(RuntimeError):
@@ -161,7 +166,7 @@ class Twin:
             for module in (dist, distributed_c10d):
                 self._replace(module, "new_group", self._new_group)
                 self._replace(module, "batch_isend_irecv", self._batch)
-            if self._has["synchronize"]:
+            if self._has["synchronize"] or self._has["ahead"]:
                 self._replace(torch.cuda, "synchronize", lambda original: lambda *a, **k: self._synchronize())
             if self._has["device"]:
                 self._replace(platform.HostCopy, "wait", lambda original: lambda copy: _host(original(copy)))
@@ -204,7 +209,7 @@ class Twin:
             return
         self._met.add(name)
         what = f"the communicator of {kind} {list(who)} in {_label(group)}, first used at {_site()}"
-        if self._has["start"] and not _starts():
+        if self._has["start"] and not _inside(parallel.initialize):
             raise LateCommunicator(f"rank {dist.get_rank()}: {what}, is not made at the start")
         if self._has["lazy"]:
             store, place = distributed_c10d._get_default_store(), f"twin {self._key}/{name}"
@@ -305,7 +310,9 @@ class Twin:
 
     def _synchronize(self) -> None:
         """All that was posted, whoever waits for it."""
-        for work in self._posted:
+        if self._has["ahead"] and _inside(schedule.run_schedule):
+            raise DeviceBarrier(f"rank {dist.get_rank()}: torch.cuda.synchronize() at {_site()} in a schedule")
+        for work in self._posted if self._has["synchronize"] else []:
             try:
                 work.wait()
             except Hang as error:
@@ -400,5 +407,5 @@ def _site() -> str:
     return "?"
 
 
-def _starts() -> bool:
-    return any(frame.f_code is parallel.initialize.__code__ for frame in _frames())
+def _inside(function: Any) -> bool:
+    return any(frame.f_code is function.__code__ for frame in _frames())

@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 from vcpo_megatron.learner.megatron import platform
 
-from .nccl_twin import Hang, HostTensor, LateCommunicator, Twin
+from .nccl_twin import DeviceBarrier, Hang, HostTensor, LateCommunicator, Twin
 from .world import leave_layout
 
 #: Seconds after which rank 0 finds that it waits for ever.
@@ -46,7 +46,7 @@ def _until(place: str, *, tell: bool) -> None:
 def _refusal(act: Callable[[], Any]) -> str:
     try:
         act()
-    except (Hang, HostTensor, LateCommunicator) as error:
+    except (DeviceBarrier, Hang, HostTensor, LateCommunicator) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -70,6 +70,22 @@ def _synchronize(group: dist.ProcessGroup, place: str) -> str:
         work = dist.isend(tensor, 0, group=group)
     _finish(work)
     return refusal
+
+
+def _ahead(group: dist.ProcessGroup, place: str) -> str:
+    """A barrier of the device in the place of Megatron's schedule; outside of one it is let be."""
+    from vcpo_megatron.learner.megatron import schedule
+
+    torch.cuda.synchronize()
+    original = schedule.get_forward_backward_func
+    schedule.get_forward_backward_func = lambda: lambda **arguments: torch.cuda.synchronize()
+    messages, schedule._messages = schedule._messages, lambda chunks, lengths: {}
+    try:
+        return _refusal(
+            lambda: schedule.run_schedule([torch.nn.Identity()], [0], _ahead, lengths=[1], forward_only=True)
+        )
+    finally:
+        schedule.get_forward_backward_func, schedule._messages = original, messages
 
 
 def _lazy(group: dist.ProcessGroup, place: str) -> str:
@@ -119,6 +135,7 @@ def _device(group: dist.ProcessGroup, place: str) -> str:
 
 _ACTS: dict[str, Callable[[dist.ProcessGroup, str], str]] = {
     "synchronize": _synchronize,
+    "ahead": _ahead,
     "lazy": _lazy,
     "start": _start,
     "ordered": _ordered,
@@ -144,3 +161,11 @@ def exchange_on_the_device() -> None:
 
     made = parallel._group_of
     parallel._group_of = lambda mine, timeout, *, backend=None: made(mine, timeout)
+
+
+def ask_for_shapes() -> None:
+    """Megatron's own messages between stages."""
+    platform.prepare()
+    from vcpo_megatron.learner.megatron import schedule
+
+    schedule._messages = lambda chunks, lengths: {}
