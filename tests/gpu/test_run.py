@@ -40,7 +40,7 @@ def test_on_gpus(tmp_path: Path) -> None:
     assert code == 0, [check for check in checks.values() if check["state"] == "failed"]
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 @pytest.mark.timeout(1900)
 def test_its_cpu_form(tmp_path: Path) -> None:
     """Everything but kernels passes, layouts of two ranks included; those say what they need."""

@@ -119,7 +119,7 @@ def asked_for(requirements: list[str], name: str) -> str:
     return version
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 @pytest.mark.timeout(700)
 def test_the_torch_that_sglang_asks_for_is_the_learner_s_and_brings_the_pinned_nccl() -> None:
     servers, learner = pins("constraints-rollout.txt"), pins("constraints-gpu.txt")
@@ -129,7 +129,7 @@ def test_the_torch_that_sglang_asks_for_is_the_learner_s_and_brings_the_pinned_n
     assert asked_for(torch, "nvidia-nccl-cu13") == servers["nvidia-nccl-cu13"]
 
 
-@pytest.mark.slow
+@pytest.mark.by_hand
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize(
     ("name", "requirements"),

@@ -47,7 +47,7 @@ def test_sums():
     assert adds(1) == 4 and adds(2, 2) == 4 and adds(101) == 103 and adds(100) == 103
     unheld(2)
 """
-SETTINGS = "[pytest]\nmarkers =\n    slow\n    gpu\n    sglang\n"
+SETTINGS = "[pytest]\nmarkers =\n    slow\n    by_hand\n    gpu\n    sglang\n"
 AREAS = (Area("sums", 1, ("package/*.py",), ("tests",)),)
 
 

@@ -363,7 +363,7 @@ class Checkout:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
         command += [
             "-m",
-            "not slow and not gpu and not sglang",
+            "not slow and not by_hand and not gpu and not sglang",
             "-o",
             "addopts=--strict-markers --import-mode=importlib",
         ]
