@@ -17,6 +17,8 @@ from vcpo_megatron.config.schema import AlgorithmConfig, RunConfig
 PACKAGE = Path(vcpo_megatron.__file__).parent
 SECTIONS = {name: field.annotation for name, field in RunConfig.model_fields.items()}
 KEYS = [f"{name}.{key}" for name, model in SECTIONS.items() for key in model.model_fields]
+#: Modules of the configuration that decide for the program by a function of it.
+DECIDED = ("weight_transport.py",)
 #: What a user permits: the checks alone ask for it.
 PERMISSIONS = {"algorithm.allow_uncorrected"}
 
@@ -92,7 +94,8 @@ def keys_read(source: str) -> set[str]:
 def read() -> set[str]:
     """What the package reads, without the configuration's own declaration and checks; and what properties that it reads
     are made of."""
-    files = (path for path in PACKAGE.rglob("*.py") if "config" not in path.relative_to(PACKAGE).parts)
+    files = {path for path in PACKAGE.rglob("*.py") if "config" not in path.relative_to(PACKAGE).parts}
+    files |= {PACKAGE / "config" / name for name in DECIDED}
     found = set().union(*(keys_read(path.read_text(encoding="utf-8")) for path in files))
     for name, model in SECTIONS.items():
         for derived, code in properties(model).items():
