@@ -37,11 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from vcpo_megatron.learner.megatron import platform
-
-platform.prepare()
-
-from vcpo_megatron.learner.megatron import parallel, schedule  # noqa: E402
+from vcpo_megatron.learner.megatron import parallel, platform, schedule
 
 PROPERTIES = ("synchronize", "ahead", "lazy", "start", "ordered", "device")
 _MESSAGES = ("send", "recv")

@@ -30,7 +30,8 @@ def model(folder: Path, layers: int, experts: int = 0, **sizes: int) -> Path:
     """A folder with the config.json of a model, dense or with ``experts``, and no weights."""
     folder.mkdir(parents=True)
     common = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    common |= {"num_key_value_heads": 2, "num_hidden_layers": layers, "tie_word_embeddings": False, **sizes}
+    common |= {"num_key_value_heads": 2, "num_hidden_layers": layers, "tie_word_embeddings": False, "dtype": "float32"}
+    common |= sizes
     if experts:
         mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
         Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **common, **mixture).save_pretrained(folder)

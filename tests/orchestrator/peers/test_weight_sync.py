@@ -53,12 +53,18 @@ class RecordingClient(FakeClient):
 class Direct:
     """A transport that has the two buckets of ``weights`` at hand, for one server at a time."""
 
-    session, together = True, False
+    session, together, strands = True, False, False
 
     def on_message(self, message: Message) -> None:
         pass
 
     async def prepare(self, wave: Wave[Any]) -> None:
+        pass
+
+    def untried(self, wave: Wave[Any]) -> bool:
+        return False
+
+    async def trial(self, wave: Wave[Any]) -> None:
         pass
 
     async def transfer(self, wave: Wave[Any]) -> dict[str, str]:
