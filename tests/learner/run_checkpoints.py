@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,11 +108,13 @@ def host_bytes(cases: list[tuple[RunConfig, list[Batch]]], run_dir: str) -> list
             run.checkpoints.load(1)
             return 0.0
 
+        gc.collect()  # what a step left is not to be freed, and so taken off, while a copy is made
         saving = peak_bytes("save", save)
         run.checkpoints.finished(wait=True)
         torch.distributed.barrier()  # rank 0 has written the manifest
         parameters = sum(p.numel() for chunk in run.trainable.chunks for p in chunk.parameters())
         ranks: list[Any] = [None] * run.parallel.world_size
+        gc.collect()
         torch.distributed.all_gather_object(ranks, (parameters, saving, peak_bytes("load", load)))
         found.append(ranks)
         leave_layout()
