@@ -79,7 +79,7 @@ def test_a_rank_copies_what_it_writes_once_and_loads_in_place(
     for rank in range(1 + distributed):
         parameters, saving, loading = (b - a for a, b in zip(small[rank], large[rank], strict=True))
         formula = costs.staged_bytes(parameters, 2, element, distributed=distributed, first=rank == 0)
-        # What Python's collector frees earlier or later is in both; a second copy would be twice as much, and one of the
-        # optimizer's whole state 12 bytes a parameter.
+        # What Python's collector frees earlier or later is in both; a second copy would be twice as much, and one of
+        # the optimizer's whole state 12 bytes a parameter.
         assert saving == pytest.approx(formula, rel=0.5)
         assert loading < (4 if distributed else 10) * parameters
