@@ -208,8 +208,7 @@ class _EvenRouting:
         experts, sources, labels = here.shape
         own = torch.tensor(rows[self._first : self._first + experts])[:, None, None].expand(experts, sources, 1)
         counts = own // labels + (torch.arange(labels) < own % labels).long()
-        others = None if asked is None else asked.others
-        ranks = 1 if others is None else dist.get_world_size(others)
+        ranks = 1 if asked is None else dist.get_world_size(asked.group)
         return ExpertCounts(counts.expand(ranks, *counts.shape), 0), torch.tensor(rows[: len(sent)])
 
 

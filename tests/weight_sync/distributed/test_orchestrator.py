@@ -47,17 +47,23 @@ def test_a_wave_joins_one_group_once_and_uses_it_again() -> None:
     run_distributed(work)
 
 
+def refuse_once(client: Any) -> None:
+    """In bucket 1, when another server is in the broadcast of it; what comes later is taken."""
+
+    async def refuse(number: int) -> None:
+        if number == 1:
+            await asyncio.sleep(0.05)  # the other one is in the broadcast by now
+            client.bucket_fault = DistributedClient.bucket_fault.__get__(client)
+            raise ServerError(URL, "/update", 400, "shape mismatch")
+
+    client.bucket_fault = refuse
+
+
 def test_a_server_that_refuses_a_bucket_leaves_nobody_hanging() -> None:
     """In bucket 1 of 3, while the other server waits in the broadcast of it; both hold the version in the end."""
 
     async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: DistributedLearner) -> None:
-        async def refuse(number: int) -> None:
-            if number == 1:
-                await asyncio.sleep(0.05)  # the other one is in the broadcast by now
-                clients[0].bucket_fault = DistributedClient.bucket_fault.__get__(clients[0])
-                raise ServerError(URL, "/update", 400, "shape mismatch")
-
-        clients[0].bucket_fault = refuse
+        refuse_once(clients[0])
         sync.offer(distributed(0))
         await sync.all_loaded(0)
         assert "StopSending" in sender.log
@@ -297,13 +303,7 @@ def test_who_waits_in_a_broadcast_that_was_given_up_is_replaced_and_the_one_that
     async def work(fleet: Fleet, sync: WeightSync, clients: list[Any], sender: DistributedLearner) -> None:
         on_gpus(clients, sender)
 
-        async def refuse(number: int) -> None:
-            if number == 1:
-                await asyncio.sleep(0.05)  # the other one is in the broadcast by now
-                clients[0].bucket_fault = DistributedClient.bucket_fault.__get__(clients[0])
-                raise ServerError(URL, "/update", 400, "shape mismatch")
-
-        clients[0].bucket_fault = refuse
+        refuse_once(clients[0])
         sync.offer(distributed(0))
         await sync.all_loaded(0)
         assert [client.events.count("start") for client in clients] == [1, 2]

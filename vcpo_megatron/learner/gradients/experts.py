@@ -34,8 +34,7 @@ class ExpertOwners:
         scores = self._switch.active()
         if scores is None:
             return None
-        others = scores.parallel.expert_split_group
-        return Labels(scores.sequence, scores.n + 1, others if scores.parallel.expert_split_size > 1 else None)
+        return Labels(scores.sequence, scores.n + 1, scores.parallel.expert_split_group)
 
     def _dispatched(self, counts: ExpertCounts) -> None:
         """A call of the layer starts."""

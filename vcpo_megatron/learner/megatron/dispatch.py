@@ -27,20 +27,20 @@ from . import platform
 
 @dataclass(frozen=True)
 class Labels:
-    """``ids`` int64 [t]: the label of each token of this rank, ascending; ``count`` labels there are. ``others``:
-    further ranks that hold the same experts and whose counts are asked for as well."""
+    """``ids`` int64 [t]: the label of each token of this rank, ascending; ``count`` labels there are. ``group``: ranks
+    that hold the same experts, this one among them, whose counts are asked for."""
 
     ids: Tensor
     count: int
-    others: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
 class ExpertCounts:
     """Rows of every local expert, on the host: int64 [ranks, experts, sources, labels].
 
-    In the order in which an expert has its rows: by source, then by label. ``rank`` is this rank's place among the
-    ``Labels.others`` (0 of 1 without).
+    In the order in which an expert has its rows: by source, then by label. ``rank`` is this rank's place in the group
+    of the ``Labels`` (0 of 1 without).
     """
 
     counts: Tensor
@@ -149,12 +149,11 @@ class PlannedDispatch:
     @staticmethod
     def _read(here: Tensor, asked: Labels | None, sent: Tensor) -> tuple[ExpertCounts, Tensor]:
         """The call's only read. here [experts, sources, labels] of this rank, ``sent`` of what it gives away."""
-        others = None if asked is None else asked.others
-        ranks, rank = (1, 0) if others is None else (dist.get_world_size(others), dist.get_rank(others))
-        every = here.reshape(-1)
-        if others is not None and ranks > 1:
+        ranks, rank, every = 1, 0, here.reshape(-1)
+        if asked is not None and dist.get_world_size(asked.group) > 1:
+            ranks, rank = dist.get_world_size(asked.group), dist.get_rank(asked.group)
             every = here.new_empty(ranks * here.numel())
-            dist.all_gather_into_tensor(every, here.reshape(-1).contiguous(), group=others)
+            dist.all_gather_into_tensor(every, here.reshape(-1).contiguous(), group=asked.group)
         numbers = platform.read(torch.cat([every, sent]))
         return ExpertCounts(numbers[: len(every)].view(ranks, *here.shape), rank), numbers[len(every) :]
 

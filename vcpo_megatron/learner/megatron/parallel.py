@@ -71,7 +71,6 @@ class Parallel:
     tied_group: dist.ProcessGroup
     expert_data_group: dist.ProcessGroup
     expert_split_group: dist.ProcessGroup
-    expert_split_size: int
 
     @property
     def layout(self) -> str:
@@ -150,7 +149,6 @@ def initialize(config: RunConfig) -> Parallel:
     own_stage = rank // stage * stage
     expert_data = tuple(own_stage + r for r in in_stage if (r - rank) % dense == 0)
     same_experts = set(dist.get_process_group_ranks(mpu.get_expert_data_parallel_group()))
-    split = tuple(r for r in replica if r in same_experts)
     pipeline = tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group()))
     parallel = Parallel(
         rank=rank,
@@ -180,8 +178,7 @@ def initialize(config: RunConfig) -> Parallel:
         log_ratio_group=_group_of(pipeline, timeout, backend="gloo"),
         tied_group=_group_of(pipeline, timeout, backend="gloo"),
         expert_data_group=_group_of(expert_data, timeout),
-        expert_split_group=_group_of(split, timeout),
-        expert_split_size=len(split),
+        expert_split_group=_group_of(tuple(r for r in replica if r in same_experts), timeout),
     )
     _connect(parallel)
     return parallel
