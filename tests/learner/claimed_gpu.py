@@ -50,6 +50,10 @@ class _Stream:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
+    def is_capturing(self) -> bool:
+        """Whether it records a graph in place of running."""
+        return False
+
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: self
 
@@ -72,6 +76,7 @@ def claim() -> None:
     cuda.Stream = cuda.Event = _Stream
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: stream
+    torch.accelerator.current_stream = cuda.current_stream
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.default_generators = (torch.default_generator,)

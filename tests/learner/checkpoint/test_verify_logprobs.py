@@ -51,7 +51,9 @@ def test_folder_and_checkpoint(folder: Path, tmp_path: Path) -> None:
     said = {}
     for a, b in ((folder, "checkpoint"), ("checkpoint", folder), ("checkpoint", "other")):
         done = verify(tmp_path / a, tmp_path / b, "--logprobs", "--prompts", prompts)
-        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        # torch built for CUDA says itself that this host has none
+        said_wrong = [line for line in done.stderr.splitlines() if "torch/utils/cpp_extension.py" not in line]
+        assert (done.returncode, said_wrong) == (0, []), done.stdout + done.stderr
         assert "tensors, " in done.stdout and "log-probs of 1 prompts: equal to" in done.stdout
         said[str(a), str(b)] = done.stdout
     assert said[str(folder), "checkpoint"] == said["checkpoint", str(folder)]  # the same numbers, too
