@@ -92,19 +92,20 @@ def test_nothing_waits_inside_a_schedule(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_mixture_awaits_one_copy_a_layer_and_forward_whatever_its_experts(tmp_path: Path) -> None:
-    """Layers and experts double, and then layers are computed twice."""
-    algorithm, train = {"opob_mode": "accumulate"}, {"max_pack_tokens": 1000}
-    sizes = [(2, 4, "none"), (2, 8, "none"), (4, 4, "none"), (4, 4, "full")]
+    """Layers double, experts, and packs, a group's and a trajectory's; then layers are computed twice."""
+    sizes = [(2, 4, "none", GROUPS), (4, 4, "none", GROUPS), (2, 8, "none", GROUPS), (4, 4, "full", GROUPS)]
+    sizes.append((2, 4, "none", GROUPS * GROUP_SIZE))
     cases = []
-    for layers, experts, recompute in sizes:
-        folder = model(tmp_path / f"{layers} {experts} {recompute}", layers, experts)
-        chosen = {"model": {"recompute": recompute}, "algorithm": algorithm, "train": train}
+    for number, (layers, experts, recompute, packs) in enumerate(sizes):
+        folder = model(tmp_path / str(number), layers, experts)
+        train = {"max_pack_tokens": 1000 if packs == GROUPS else 1}
+        chosen = {"model": {"recompute": recompute}, "algorithm": {"opob_mode": "accumulate"}, "train": train}
         cases.append((make_config(folder, 1, **chosen), batch(), 0, 1))
-    for one, (layers, _, _) in zip(rehearsed(cases), sizes, strict=True):
+    for one, (layers, _, _, packs) in zip(rehearsed(cases), sizes, strict=True):
         assert one["unplanned"] == {} and one["in schedule"] == {}
         (line,) = one["awaited"]
-        assert line.startswith("megatron/dispatch.py") and one["awaited"][line] == layers * GROUPS
-        assert sum(one["asynchronous"].values()) == GROUPS + GROUPS - 1
+        assert line.startswith("megatron/dispatch.py") and one["awaited"][line] == layers * packs
+        assert sum(one["asynchronous"].values()) == packs + GROUPS - 1
 
 
 @pytest.mark.slow
