@@ -170,6 +170,14 @@ def test_no_constant_on_a_grid_beats_opob():
     assert second_moment(twice) > min(moments) and second_moment(group_mean(rewards).value) > min(moments)
 
 
+@pytest.mark.parametrize("name", ["opob", "opob_leave_one_out"])
+def test_baselines_of_norms_are_formed_where_those_are(name):
+    """On tensors without numbers, where whoever asks for one gets an error."""
+    log_u, norms, rewards = (torch.zeros(3, dtype=torch.float64, device="meta") for _ in range(3))
+    found = from_norms(name, log_u, norms, rewards)
+    assert found.values.is_meta and found.values.shape == found.plain.shape == (3,)
+
+
 def test_leave_one_out_means():
     assert leave_one_out(tensor(1, 0, 2)).values.tolist() == pytest.approx([1.0, 1.5, 0.5])
     assert leave_one_out(tensor(0.1, 0.1, 0.1)).values.tolist() == [0.1] * 3

@@ -103,13 +103,26 @@ def test_who_does_not_answer_is_named(tmp_path: Path, learner: Path, monkeypatch
     missing = tmp_path / "nowhere" / "python"
     (line,) = library_problems(config(engine="sglang", python=missing), ["0"], learner)
     assert_names(line, missing, "No such file or directory")
-    broken = environment(tmp_path / "broken", "2.14.1", None)
+    broken, slow = (environment(tmp_path / name, "2.14.1", None) for name in ("broken", "slow"))
     (tmp_path / "broken" / "site" / "torch" / "__init__.py").write_text(
         "raise ImportError('libcudart.so.13: not found')"
     )
     with pytest.raises(NoAnswer, match=r"cannot import torch: ImportError: libcudart\.so\.13: not found"):
         loaded_libraries(broken)
-    (tmp_path / "broken" / "site" / "torch" / "__init__.py").write_text("import time\ntime.sleep(60)")
+    (tmp_path / "slow" / "site" / "torch" / "__init__.py").write_text("import time\ntime.sleep(60)")
     monkeypatch.setattr(libraries, "_ANSWER_S", 0.5)
     with pytest.raises(NoAnswer, match=r"did not import torch within 0\.5 s"):
-        loaded_libraries(broken)
+        loaded_libraries(slow)
+
+
+def test_an_interpreter_is_asked_once(tmp_path: Path, learner: Path) -> None:
+    """By the doctor, then for the run's problems; also where it does not answer, which may take two minutes."""
+    server = environment(tmp_path / "server", "2.14.1+cu130", (2, 30, 7))
+    (tmp_path / "server" / "site" / "torch" / "__init__.py").write_text("raise ImportError('no')")
+    for python in (learner, server):
+        python.write_text(f'{python.read_text().splitlines()[0]}\necho asked >> "{python}.log"\n{python.read_text()}')
+    wanted = config(engine="sglang", python=server)
+    assert loaded_libraries(learner).nccl == "2.29.7"
+    first, again = (list(library_problems(wanted, ["0"], learner)) for _ in range(2))
+    assert first == again and "cannot import torch" in first[0]
+    assert [Path(f"{python}.log").read_text() for python in (learner, server)] == ["asked\n"] * 2

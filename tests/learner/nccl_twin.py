@@ -11,6 +11,9 @@ group that was not asked for as gloo's by name) behave as follows. Groups of glo
     start        a communicator that is first used after the learner's start (``parallel.initialize``) is refused: from
                  then on stages come to it in the order of a schedule
     ordered      operations of one group run one after another, in the order in which the host posted them
+    allocate     memory of the device that is allocated inside a schedule (a tensor that is received) waits for all that
+                 was posted: torch may have none of that size at hand, and CUDA lets nothing behind an allocation run
+                 beside what was before it
     device       a tensor of the host is refused by a group of the device
 
 What waits for a stream or an event, and what reads a tensor of the device, waits for what its stream has waited for; in
@@ -39,7 +42,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from vcpo_megatron.learner.megatron import parallel, platform, schedule
 
-PROPERTIES = ("synchronize", "ahead", "lazy", "start", "ordered", "device")
+PROPERTIES = ("synchronize", "ahead", "lazy", "start", "ordered", "allocate", "device")
 _MESSAGES = ("send", "recv")
 _COLLECTIVES = (
     "allreduce",
@@ -164,6 +167,8 @@ class Twin:
                 self._replace(module, "batch_isend_irecv", self._batch)
             if self._has["synchronize"] or self._has["ahead"]:
                 self._replace(torch.cuda, "synchronize", lambda original: lambda *a, **k: self._synchronize())
+            if self._has["allocate"]:
+                self._replace(torch, "empty", self._allocation)
             if self._has["device"]:
                 self._replace(platform.HostCopy, "wait", lambda original: lambda copy: _host(original(copy)))
                 self._replace(distributed_c10d, "_get_object_coll_device", _as_device)
@@ -308,11 +313,24 @@ class Twin:
         """All that was posted, whoever waits for it."""
         if self._has["ahead"] and _inside(schedule.run_schedule):
             raise DeviceBarrier(f"rank {dist.get_rank()}: torch.cuda.synchronize() at {_site()} in a schedule")
-        for work in self._posted if self._has["synchronize"] else []:
+        if self._has["synchronize"]:
+            self._wait_for_all(f"torch.cuda.synchronize() at {_site()}")
+
+    def _allocation(self, original: Any) -> Any:
+        def empty(*args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device")
+            if isinstance(device, torch.device) and _inside(schedule.run_schedule):
+                self._wait_for_all(f"memory of the device, allocated at {_site()},")
+            return original(*args, **kwargs)
+
+        return empty
+
+    def _wait_for_all(self, who: str) -> None:
+        for work in self._posted:
             try:
                 work.wait()
             except Hang as error:
-                raise Hang(f"torch.cuda.synchronize() at {_site()} waits for this: {error}") from error
+                raise Hang(f"{who} waits for this: {error}") from error
         self._posted.clear()
 
     # --- tensors --------------------------------------------------------------------------------

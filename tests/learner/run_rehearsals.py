@@ -21,6 +21,7 @@ def rehearse_each(cases: list[tuple[RunConfig, Batch, int, int]]) -> list[dict[s
                 "blocking": dict(seen.reads.blocking),
                 "in schedule": dict(seen.reads.in_schedule),
                 "asynchronous": dict(seen.reads.asynchronous),
+                "awaited": dict(seen.reads.awaited),
                 "unplanned": dict(seen.unplanned),
                 "waiting": dict(seen.waiting),
                 "operations": sum(seen.operations.values()),

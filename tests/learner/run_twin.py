@@ -72,13 +72,12 @@ def _synchronize(group: dist.ProcessGroup, place: str) -> str:
     return refusal
 
 
-def _ahead(group: dist.ProcessGroup, place: str) -> str:
-    """A barrier of the device in the place of Megatron's schedule; outside of one it is let be."""
+def _in_a_schedule(act: Callable[[], Any]) -> str:
+    """Refusal of ``act`` in the place of Megatron's schedule."""
     from vcpo_megatron.learner.megatron import schedule
 
-    torch.cuda.synchronize()
     original = schedule.get_forward_backward_func
-    schedule.get_forward_backward_func = lambda: lambda **arguments: torch.cuda.synchronize()
+    schedule.get_forward_backward_func = lambda: lambda **arguments: act()
     messages, schedule._messages = schedule._messages, lambda chunks, lengths: {}
     try:
         return _refusal(
@@ -86,6 +85,31 @@ def _ahead(group: dist.ProcessGroup, place: str) -> str:
         )
     finally:
         schedule.get_forward_backward_func, schedule._messages = original, messages
+
+
+def _ahead(group: dist.ProcessGroup, place: str) -> str:
+    """A barrier of the device in a schedule; outside of one it is let be."""
+    torch.cuda.synchronize()
+    return _in_a_schedule(torch.cuda.synchronize)
+
+
+def _allocate(group: dist.ProcessGroup, place: str) -> str:
+    """Memory of the device is waited for in a schedule, behind a receive that is on its way; outside of one it is at
+    hand."""
+
+    def allocate() -> None:
+        torch.empty(1, device=platform.device())
+
+    tensor, refusal = torch.zeros(1), ""
+    if dist.get_rank() == 0:
+        work = dist.irecv(tensor, 1, group=group)
+        allocate()
+        refusal = _in_a_schedule(allocate)
+    _until(place, tell=dist.get_rank() == 0)
+    if dist.get_rank() == 1:
+        work = dist.isend(tensor, 0, group=group)
+    _finish(work)
+    return refusal
 
 
 def _lazy(group: dist.ProcessGroup, place: str) -> str:
@@ -139,6 +163,7 @@ _ACTS: dict[str, Callable[[dist.ProcessGroup, str], str]] = {
     "lazy": _lazy,
     "start": _start,
     "ordered": _ordered,
+    "allocate": _allocate,
     "device": _device,
 }
 
@@ -161,6 +186,29 @@ def exchange_on_the_device() -> None:
 
     made = parallel._group_of
     parallel._group_of = lambda mine, timeout, *, backend=None: made(mine, timeout)
+
+
+class _OnTheDevice:
+    """What ``sum`` gives where the device sums up."""
+
+    def __init__(self, work: dist.Work, total: torch.Tensor) -> None:
+        self._work, self._total = work, total
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        return self._total
+
+
+def norms_on_the_device() -> None:
+    """Norms are summed by the device, while the backward goes on, in the group of all ranks: they are one replica."""
+    platform.prepare()
+    from vcpo_megatron.learner.megatron.host_exchange import HostExchange
+
+    def summed(exchange: HostExchange, copy: platform.HostCopy, group: dist.ProcessGroup, what: str) -> Any:
+        total = copy._numbers.clone()
+        return _OnTheDevice(dist.all_reduce(total, async_op=True), total)
+
+    HostExchange.sum = summed
 
 
 def ask_for_shapes() -> None:

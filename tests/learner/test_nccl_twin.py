@@ -124,6 +124,7 @@ def test_the_twin_refuses_what_hangs_on_nccl() -> None:
         "ahead": "DeviceBarrier: rank 0: torch.cuda.synchronize() at .*in a schedule",
         "start": f"LateCommunicator: rank 0: the communicator of group [0, 1] in {group}.*is not made at the start",
         "ordered": f"Hang: rank 0: allreduce in {group}.*not done after 1 s",
+        "allocate": f"Hang: memory of the device, allocated at .*waits for this: rank 0: recv 1 in {group}.*not done",
         "device": "HostTensor: allreduce at .*in a group of the device: a tensor [2] of the host",
     }
     for name, pattern in said.items():
@@ -136,6 +137,7 @@ def test_the_twin_refuses_what_hangs_on_nccl() -> None:
 TAKEN_OUT = {
     "connect_nothing": "LateCommunicator: ",
     "exchange_on_the_device": "HostTensor: ",
+    "norms_on_the_device": "Hang: memory of the device, allocated at pipeline_parallel/p2p_communication.py",
     "ask_for_shapes": "DeviceBarrier: ",
 }
 

@@ -1,7 +1,8 @@
 """Steps on tensors without storage: what the host asks of the device, by file and line, and when.
 
 A read that waits ends the host's lead over a GPU; inside a schedule there is none, whatever the model's and the batch's
-sizes are, but one a mixture of experts and forward: Megatron's experts take their rows by counts that the host knows.
+sizes are. A mixture of experts awaits one copy a forward, and none where it is computed once more: Megatron's experts
+take their rows by counts that the host knows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ VOCABULARY = 64
 #: A safetensors file without tensors: weights are not read.
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 GROUPS, GROUP_SIZE = 3, 4
-MODES = ("accumulate", "deferred", "two_pass")
+MODES = ("accumulate", "deferred", "two_pass", "proxy")
 
 
 def model(folder: Path, layers: int, experts: int = 0, **sizes: int) -> Path:
@@ -77,27 +78,34 @@ def test_nothing_waits_inside_a_schedule(mode: str, tmp_path: Path) -> None:
         algorithm, train = {"opob_mode": mode}, {"max_pack_tokens": tokens}
         cases.append((make_config(folder, 1, algorithm=algorithm, train=train), batch(), 0, 1))
         # norms in one pass and the gradient in another: the trained packs go through the model twice
-        passes = packs + (packs * (GROUPS - 1) // GROUPS if mode == "two_pass" else 0)
-        expected.append(passes + GROUPS - 1)
+        again = mode == "two_pass" or (mode == "proxy" and packs > GROUPS)
+        passes = packs + (packs * (GROUPS - 1) // GROUPS if again else 0)
+        # norms go to the host by themselves but for those that are estimated in the forward
+        expected.append(passes + (GROUPS - 1 if mode != "proxy" else 0))
     found = rehearsed(cases)
     for one, copies in zip(found, expected, strict=True):
-        assert one["in schedule"] == {} and one["unplanned"] == {}
+        assert one["in schedule"] == {} and one["unplanned"] == {} and one["awaited"] == {}
         assert one["blocking"] == found[0]["blocking"] and sum(one["blocking"].values()) == 2
         assert sum(one["asynchronous"].values()) == copies
         assert all(line.startswith("batch/packing.py") for line in one["waiting"])  # the plan, before any pass
 
 
 @pytest.mark.timeout(600)
-def test_a_mixture_reads_once_a_layer_and_forward_whatever_its_experts(tmp_path: Path) -> None:
-    algorithm, train = {"opob_mode": "accumulate"}, {"max_pack_tokens": 1000}
-    folders = [model(tmp_path / f"{layers} {experts}", layers, experts) for layers, experts in ((2, 4), (2, 8), (4, 4))]
-    cases = [(make_config(folder, 1, algorithm=algorithm, train=train), batch(), 0, 1) for folder in folders]
-    found = rehearsed(cases)
-    for one, layers in zip(found, (2, 2, 4), strict=True):
-        assert one["unplanned"] == {}
-        (line,) = one["in schedule"]
-        assert line.startswith("megatron/dispatch.py") and one["in schedule"][line] == layers * GROUPS
-        assert sum(one["asynchronous"].values()) == GROUPS + GROUPS - 1
+def test_a_mixture_awaits_one_copy_a_layer_and_forward_whatever_its_experts(tmp_path: Path) -> None:
+    """Layers double, experts, and packs, a group's and a trajectory's; then layers are computed twice."""
+    sizes = [(2, 4, "none", GROUPS), (4, 4, "none", GROUPS), (2, 8, "none", GROUPS), (4, 4, "full", GROUPS)]
+    sizes.append((2, 4, "none", GROUPS * GROUP_SIZE))
+    cases = []
+    for number, (layers, experts, recompute, packs) in enumerate(sizes):
+        folder = model(tmp_path / str(number), layers, experts)
+        train = {"max_pack_tokens": 1000 if packs == GROUPS else 1}
+        chosen = {"model": {"recompute": recompute}, "algorithm": {"opob_mode": "accumulate"}, "train": train}
+        cases.append((make_config(folder, 1, **chosen), batch(), 0, 1))
+    for one, (layers, _, _, packs) in zip(rehearsed(cases), sizes, strict=True):
+        assert one["unplanned"] == {} and one["in schedule"] == {}
+        (line,) = one["awaited"]
+        assert line.startswith("megatron/dispatch.py") and one["awaited"][line] == layers * packs
+        assert sum(one["asynchronous"].values()) == packs + GROUPS - 1
 
 
 @pytest.mark.slow

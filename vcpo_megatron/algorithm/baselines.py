@@ -12,7 +12,8 @@ b = R to the last bit, and no epsilon pulls b towards zero.
 
 A trajectory with zero norm or zero weight has log -inf and takes no part. Where p does not exist
 (every term -inf, or any term nan or +inf) the group mean is used and reported as a fallback; a
-non-finite norm moreover makes the learner skip the step, so nothing may raise here.
+non-finite norm moreover makes the learner skip the step, so nothing may raise here. ``from_norms`` stays where its
+arguments are: on a device nothing of it is read.
 """
 
 from __future__ import annotations
@@ -33,10 +34,15 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryBaselines:
-    """One b for each trajectory, float64 [n]; ``fallbacks`` counts those that are plain means."""
+    """One b for each trajectory, float64 [n]; ``plain`` bool [n]: those that are plain means."""
 
     values: Tensor
-    fallbacks: int
+    plain: Tensor
+
+    @property
+    def fallbacks(self) -> int:
+        """How many are plain means."""
+        return int(self.plain.sum())
 
 
 def opob(log_u: Tensor, log_grad_norm: Tensor, rewards: Tensor) -> Baseline:
@@ -48,12 +54,17 @@ def opob(log_u: Tensor, log_grad_norm: Tensor, rewards: Tensor) -> Baseline:
 
     Computed in float64. Raises ValueError on shapes that differ or n = 0.
     """
+    value, fell_back = _opob(log_u, log_grad_norm, rewards)
+    return Baseline(float(value), bool(fell_back))
+
+
+def _opob(log_u: Tensor, log_grad_norm: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """b float64 and whether it is the mean, bool: scalars where the arguments are."""
     _require_group(log_u=log_u, log_grad_norm=log_grad_norm, rewards=rewards)
     rewards = rewards.detach().double()
     probability = torch.softmax(_log_terms(log_u, log_grad_norm), dim=0)
-    if not bool(probability.isfinite().all()):
-        return Baseline(_mean(rewards), True)
-    return Baseline(float(_average(probability, rewards)), False)
+    defined = probability.isfinite().all()
+    return torch.where(defined, _average(probability, rewards), _mean(rewards)), ~defined
 
 
 def leave_one_out_opob(log_u: Tensor, log_grad_norm: Tensor, rewards: Tensor) -> TrajectoryBaselines:
@@ -72,13 +83,13 @@ def leave_one_out_opob(log_u: Tensor, log_grad_norm: Tensor, rewards: Tensor) ->
     plain = (~itself).double() / max(n - 1, 1)
     # In a group of one both rows are empty, so the average below is the reference reward: its own.
     values = _average(torch.where(usable, others, plain), rewards)
-    return TrajectoryBaselines(values, n - int(usable.sum()))
+    return TrajectoryBaselines(values, ~usable[:, 0])
 
 
 def group_mean(rewards: Tensor) -> Baseline:
     """The plain mean of rewards [n] (the control: GRPO's baseline)."""
     _require_group(rewards=rewards)
-    return Baseline(_mean(rewards.detach().double()), False)
+    return Baseline(float(_mean(rewards.detach().double())), False)
 
 
 def zero(rewards: Tensor) -> Baseline:
@@ -92,10 +103,11 @@ def leave_one_out(rewards: Tensor) -> TrajectoryBaselines:
     _require_group(rewards=rewards)
     values = rewards.detach().double()
     n = len(values)
+    plain = torch.full_like(values, n == 1, dtype=torch.bool)
     if n == 1:
-        return TrajectoryBaselines(values, 1)
+        return TrajectoryBaselines(values, plain)
     offsets = values - values[0]  # equal rewards stay exact
-    return TrajectoryBaselines(values[0] + (offsets.sum() - offsets) / (n - 1), 0)
+    return TrajectoryBaselines(values[0] + (offsets.sum() - offsets) / (n - 1), plain)
 
 
 def before_norms(name: str, rewards: Tensor) -> Tensor:
@@ -113,9 +125,8 @@ def from_norms(name: str, log_u: Tensor, log_grad_norm: Tensor, rewards: Tensor)
     """b of each trajectory of a group by "opob" or "opob_leave_one_out"; arguments as for ``opob``."""
     if name == "opob_leave_one_out":
         return leave_one_out_opob(log_u, log_grad_norm, rewards)
-    baseline = opob(log_u, log_grad_norm, rewards)
-    values = torch.full((len(rewards),), baseline.value, dtype=torch.float64, device=rewards.device)
-    return TrajectoryBaselines(values, len(rewards) if baseline.fell_back else 0)
+    value, fell_back = _opob(log_u, log_grad_norm, rewards)
+    return TrajectoryBaselines(value.expand(len(rewards)), fell_back.expand(len(rewards)))
 
 
 def _log_terms(log_u: Tensor, log_grad_norm: Tensor) -> Tensor:
@@ -127,8 +138,8 @@ def _average(probability: Tensor, rewards: Tensor) -> Tensor:
     return rewards[0] + (probability * (rewards - rewards[0])).sum(dim=-1)
 
 
-def _mean(rewards: Tensor) -> float:
-    return float(_average(torch.full_like(rewards, 1.0 / len(rewards)), rewards))
+def _mean(rewards: Tensor) -> Tensor:
+    return _average(torch.full_like(rewards, 1.0 / len(rewards)), rewards)
 
 
 def _require_group(**tensors: Tensor) -> None:

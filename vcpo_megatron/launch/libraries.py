@@ -2,11 +2,12 @@
 
 Package metadata does not say it: another NCCL may be put beside torch, or found first by the loader, and a source build
 of TransformerEngine may not fit the torch that it meets. So the interpreter is asked, which imports torch there, and
-takes seconds: only where GPUs are used. This process never imports torch.
+takes seconds: only where GPUs are used, and once a process, whoever wants to know. This process never imports torch.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -62,17 +63,26 @@ class NoAnswer(RuntimeError):
 
 def loaded_libraries(python: Path, *, engine: bool = False) -> Libraries:
     """What ``python`` loads; ``engine``: TransformerEngine is tried, too. NoAnswer within 120 s otherwise."""
+    answer = _answer(python, engine)
+    if isinstance(answer, str):
+        raise NoAnswer(answer)
+    return answer
+
+
+@functools.cache
+def _answer(python: Path, engine: bool) -> Libraries | str:
+    """What ``python`` says, or why it says nothing: asked once, since no environment changes under a command."""
     command = [str(python), "-c", _QUESTION, *(["engine"] if engine else [])]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_ANSWER_S, stdin=subprocess.DEVNULL, check=False)
     except subprocess.TimeoutExpired:
-        raise NoAnswer(f"{python} did not import torch within {_ANSWER_S:g} s") from None
+        return f"{python} did not import torch within {_ANSWER_S:g} s"
     except OSError as error:
-        raise NoAnswer(f"{python} cannot be run: {error.strerror or error}") from error
+        return f"{python} cannot be run: {error.strerror or error}"
     lines = done.stdout.decode(errors="replace").splitlines()
     if done.returncode != 0 or not lines:
         said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise NoAnswer(f"{python} cannot import torch: {one_line(said[-1] if said else done.returncode)}")
+        return f"{python} cannot import torch: {one_line(said[-1] if said else done.returncode)}"
     answer = json.loads(lines[-1])
     return Libraries(answer["torch"], answer["nccl"], None if answer["engine"] is None else one_line(answer["engine"]))
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..config.schema import RunConfig
 from ..types import Batch, PolicyVersion, StepResult
 from .megatron import platform
-from .megatron.dispatch import ExpertCounts, Labels, PlannedDispatch
+from .megatron.dispatch import Counting, ExpertCounts, Labels, PlannedDispatch
 
 _ATEN = torch.ops.aten
 
@@ -184,32 +184,32 @@ class _EvenRouting:
         self._rows, self._experts, self._first = 0, 1, 0
 
     def patches(self) -> Iterator[Any]:
-        plan, postprocess = PlannedDispatch._plan, PlannedDispatch._dispatch_postprocess
+        count, count_gathered = PlannedDispatch._count, PlannedDispatch._count_gathered
 
-        def planned(dispatch: PlannedDispatch, dispatcher: Any, routing_map: Tensor) -> None:
+        def counted(dispatch: PlannedDispatch, dispatcher: Any, routing_map: Tensor, asked: Labels | None) -> Counting:
             self._see(dispatcher, routing_map, 1)
-            plan(dispatch, dispatcher, routing_map)
+            return count(dispatch, dispatcher, routing_map, asked)
 
-        def postprocessed(dispatch: PlannedDispatch, dispatcher: Any, hidden: Tensor, probs: Tensor) -> Any:
+        def gathered(dispatch: PlannedDispatch, dispatcher: Any, asked: Labels | None) -> Counting:
             self._see(dispatcher, dispatcher.routing_map, dispatcher.ep_size * dispatcher.tp_size)
-            return postprocess(dispatch, dispatcher, hidden, probs)
+            return count_gathered(dispatch, dispatcher, asked)
 
-        yield mock.patch.object(PlannedDispatch, "_plan", planned)
-        yield mock.patch.object(PlannedDispatch, "_dispatch_postprocess", postprocessed)
-        yield mock.patch.object(PlannedDispatch, "_read", self._read)
+        yield mock.patch.object(PlannedDispatch, "_count", counted)
+        yield mock.patch.object(PlannedDispatch, "_count_gathered", gathered)
+        yield mock.patch.object(PlannedDispatch, "_start", self._start)
 
     def _see(self, dispatcher: Any, routing_map: Tensor, sources: int) -> None:
         self._rows = routing_map.shape[0] // sources * dispatcher.config.moe_router_topk
         self._experts, self._first = routing_map.shape[1], dispatcher.local_expert_indices[0]
 
-    def _read(self, here: Tensor, asked: Labels | None, sent: Tensor) -> tuple[ExpertCounts, Tensor]:
-        platform.read(torch.cat([here.reshape(-1), sent]))  # as the real one, which asks once
+    def _start(self, here: Tensor, asked: Labels | None, sent: Tensor) -> Counting:
+        platform.start_read(torch.cat([here.reshape(-1), sent]), awaited=True)  # as the real one, which asks once
         rows = [self._rows // self._experts + (e < self._rows % self._experts) for e in range(self._experts)]
         experts, sources, labels = here.shape
         own = torch.tensor(rows[self._first : self._first + experts])[:, None, None].expand(experts, sources, 1)
         counts = own // labels + (torch.arange(labels) < own % labels).long()
         ranks = 1 if asked is None else dist.get_world_size(asked.group)
-        return ExpertCounts(counts.expand(ranks, *counts.shape), 0), torch.tensor(rows[: len(sent)])
+        return lambda: (ExpertCounts(counts.expand(ranks, *counts.shape), 0), torch.tensor(rows[: len(sent)]))
 
 
 def rehearse(config: RunConfig, batch: Batch, *, rank: int, ranks: int) -> Rehearsal:

@@ -18,6 +18,7 @@ WAYS: dict[str, dict[str, str]] = {
     "accumulate": {"opob_mode": "accumulate"},
     "deferred": {"opob_mode": "deferred"},
     "two_pass": {"opob_mode": "two_pass"},
+    "proxy": {"opob_mode": "proxy"},
 }
 #: As torch says it; turning its check on says something of synchronizing, too.
 _SYNCHRONIZES = re.compile("called a synchronizing")

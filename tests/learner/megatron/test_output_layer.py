@@ -57,6 +57,9 @@ def test_logits_are_the_whole_product_and_their_gradient_that_of_the_model(draw:
     for mine, wanted in zip(found, expected, strict=True):
         assert mine.dtype is torch.bfloat16
         assert float((mine.double() - wanted).norm() / wanted.norm()) < 2**-8  # one rounding of each factor
+    rounded = pull.bfloat16()  # before it is multiplied: two products of 16 bits, as in every other layer
+    assert found[0].equal(rounded @ weight)
+    assert found[1].equal(rounded[:, 0].t() @ hidden[:, 0])
 
 
 def noise(logits: Tensor, exact: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,18 +1,21 @@
-"""Fused kernels: what is chosen of what is installed, and that results do not depend on it."""
+"""Fused kernels: what is chosen of what is installed, and that results do not depend on it. What passes between device
+and host, and who is told."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from inspect import currentframe
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.messages import assert_names
 from vcpo_megatron.config.fused_kernels import InstalledKernels, find_kernels
-from vcpo_megatron.learner.megatron import platform
+from vcpo_megatron.learner.megatron import platform, schedule
 from vcpo_megatron.learner.megatron.platform import choose_kernels
 
 from ..scenarios import make_batch, make_config, make_model_folder
@@ -78,6 +81,103 @@ def test_without_a_gpu_they_are_named_and_hidden_from_megatron() -> None:
     for note, name in zip(chosen.notes, chosen.hidden, strict=True):
         assert_names(note, name, "needs a GPU", "not used")
     assert choose_kernels(InstalledKernels(), can_run=False).notes == ()
+
+
+# --- between device and host ---------------------------------------------------------------------
+
+
+def line(later: int) -> str:
+    """The line of this file so many lines behind the one that calls."""
+    frame = currentframe()
+    assert frame is not None and frame.f_back is not None
+    return f"megatron/test_platform.py:{frame.f_back.f_lineno + later}"
+
+
+def test_reads_are_counted_by_the_line_that_asks() -> None:
+    tensor = torch.arange(3.0)
+    platform.read(tensor)  # nobody watches
+    with platform.watched_reads(platform.DeviceReads()) as reads:
+        first = line(2)
+        for _ in range(3):
+            assert platform.read(tensor).tolist() == [0, 1, 2]
+        with platform.watched_reads(platform.DeviceReads()) as inner:
+            second = line(1)
+            platform.start_read(tensor), platform.start_read(tensor, awaited=True)
+    platform.start_read(tensor)
+    assert dict(reads.blocking) == {first: 3} and dict(inner.blocking) == {}
+    for one in (reads, inner):
+        assert dict(one.asynchronous) == dict(one.awaited) == {second: 1} and not one.in_schedule
+
+
+def test_reads_inside_a_schedule_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward_backward(**arguments: Any) -> None:
+        nonlocal asked
+        asked = line(1)
+        platform.read(torch.zeros(1))
+
+    asked = ""
+    monkeypatch.setattr(schedule, "get_forward_backward_func", lambda: forward_backward)
+    monkeypatch.setattr(schedule, "_messages", lambda chunks, lengths: {})
+    with platform.watched_reads(platform.DeviceReads()) as reads:
+        schedule.run_schedule([torch.nn.Identity()], [0], forward_backward, lengths=[1], forward_only=True)
+        assert dict(reads.blocking) == dict(reads.in_schedule) == {asked: 1}
+        outside = line(1)
+        platform.read(torch.zeros(1))
+    assert dict(reads.blocking) == {asked: 1, outside: 1} and dict(reads.in_schedule) == {asked: 1}
+
+
+def test_a_copy_is_of_what_was_there_when_it_started() -> None:
+    tensor = torch.ones(2)
+    copy = platform.start_read(tensor)
+    tensor.zero_()
+    assert copy.wait().tolist() == copy.wait().tolist() == [1, 1]
+
+
+def test_without_storage_the_host_reads_ones() -> None:
+    with platform.without_storage() as device:
+        assert platform.device() == device == torch.device("meta")
+        numbers = torch.zeros(2, dtype=torch.int64, device=device)
+        for found in (platform.read(numbers), platform.start_read(numbers).wait()):
+            assert found.device.type == "cpu" and found.dtype is torch.int64 and found.tolist() == [1, 1]
+    assert platform.device() == torch.device("cpu")
+
+
+class OnGpu:
+    """A tensor of a GPU, as far as a copy to the host looks at it."""
+
+    is_meta, is_cuda, shape, dtype = False, True, (2,), torch.float64
+
+    def detach(self) -> OnGpu:
+        return self
+
+
+def test_a_copy_of_a_gpu_waits_for_its_own_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into pinned memory, without a wait; its event is recorded behind it, and nothing else is ever waited for."""
+    said: list[Any] = []
+
+    class Pinned:
+        def __init__(self, shape: Any, dtype: Any, pin_memory: bool) -> None:
+            said.append(("pinned", shape, dtype, pin_memory))
+
+        def copy_(self, tensor: Any, non_blocking: bool) -> None:
+            said.append(("copy", non_blocking))
+
+    class Event:
+        def record(self) -> None:
+            said.append("record")
+
+        def synchronize(self) -> None:
+            said.append("wait")
+
+    monkeypatch.setattr(torch, "empty", Pinned)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    tensor: Any = OnGpu()
+    copy = platform.start_read(tensor)
+    assert said == [("pinned", (2,), torch.float64, True), ("copy", True), "record"]
+    assert isinstance(copy.wait(), Pinned) and said[3:] == ["wait"]
+
+
+# --- repeatable runs -------------------------------------------------------------------------------
 
 
 #: In a process of its own, since it changes torch for good: a GPU is claimed, and no call reaches one.

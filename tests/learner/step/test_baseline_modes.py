@@ -14,26 +14,35 @@ from vcpo_megatron.config.schema import AlgorithmConfig
 from vcpo_megatron.learner.batch.packing import Share, make_pack
 from vcpo_megatron.learner.step.baseline_modes import PlainMode, ProxyMode, baseline_mode
 from vcpo_megatron.learner.step.objective import Objective
+from vcpo_megatron.learner.step.pack_terms import Scored
 from vcpo_megatron.learner.step.plan import StepPlan
 
 from .test_batch_state import samples_of_groups, state_of
 
 
 class StandInPasses:
-    """Norms of a pack's samples are given; what is scored is recorded."""
+    """Norms of a group's samples are given; what is scored is recorded, as if its copies had arrived."""
 
     def __init__(self, **algorithm: Any) -> None:
         chosen = AlgorithmConfig.model_validate(algorithm)
         self.config = SimpleNamespace(algorithm=chosen, train=SimpleNamespace(max_pack_tokens=40))
         self.objective = Objective(chosen)
-        self.terms = SimpleNamespace(
-            observer=None, estimated_norms=lambda state, pack, *_: self.norms, collect=lambda: None
-        )
-        self.norms = torch.zeros(0)
+        self.terms = SimpleNamespace(observer=None, estimated_norms=lambda pack, *_: self.norms[pack.group][pack.index])
+        self.norms: dict[int, torch.Tensor] = {}
         self.scored: list[int] = []
 
-    def score(self, state: object, packs: list[Any]) -> None:
+    def score(self, state: Any, packs: list[Any]) -> None:
+        for pack in packs:
+            _, rows = observe(self, state, pack)
+            for name, values in rows.items():
+                getattr(state, name)[pack.index] = values
         self.scored += [pack.group for pack in packs]
+
+
+def observe(passes: Any, state: Any, pack: Any) -> Any:
+    """What the mode's observer returns of a pack."""
+    empty, numbers = torch.zeros(0), state.of_samples(pack.index)
+    return passes.terms.observer(state, pack, empty, Scored(empty, empty, state.log_ratio[pack.index], numbers))
 
 
 @pytest.mark.parametrize("mode", ["accumulate", "deferred", "two_pass", "proxy"])
@@ -50,16 +59,30 @@ def test_the_proxy_waits_for_the_whole_group() -> None:
     mode, state = baseline_mode(passes), state_of((1.0, 0.0, 0.0), (0.5, 1.0))
     assert type(mode) is ProxyMode
     packs = [make_pack(part, Share(), torch.device("cpu")) for part in (groups[0][:1], groups[0][1:], groups[1])]
+    passes.norms = {0: torch.tensor([2.0, 1.0, 1.0]).double(), 1: torch.tensor([0.0] * 3 + [3.0, 1.0]).double()}
     mode.find_baselines(state, StepPlan(trained=tuple(packs)))
     assert passes.scored == [0, 0]  # the group in two packs
-    before = state.baseline.tolist()
-    passes.norms = torch.tensor([2.0]).double()
-    passes.terms.observer(state, packs[0], torch.zeros(0), torch.zeros(0))
-    assert state.baseline.tolist() == before
-    passes.norms = torch.tensor([1.0, 1.0]).double()
-    passes.terms.observer(state, packs[1], torch.zeros(0), torch.zeros(0))
     assert state.baseline.tolist() == pytest.approx([4 / 6] * 3 + [0.75] * 2)  # p = 4/6, 1/6, 1/6
+    passes.norms[0] *= math.nan  # they are not estimated a second time
+    numbers, rows = observe(passes, state, packs[1])
+    assert rows == {} and numbers.baseline.tolist() == pytest.approx([4 / 6] * 2)
+    numbers, rows = observe(passes, state, packs[2])
+    assert numbers.baseline.tolist() == rows["baseline"].tolist() == pytest.approx([0.55] * 2)  # p = 9/10, 1/10
+    assert rows["estimated_norm"].tolist() == [3.0, 1.0] and rows["fell_back"].tolist() == [0.0, 0.0]
+    assert state.baseline.tolist()[3:] == [0.75] * 2  # until the copy has arrived
     assert not state.has_norm.any()  # an estimate is no norm
+
+
+def test_the_proxy_falls_back_for_the_whole_group_and_leaves_zero_variance_alone() -> None:
+    (group, equal), state = samples_of_groups((1.0, 0.0), (1.0, 1.0)), state_of((1.0, 0.0), (1.0, 1.0))
+    passes: Any = StandInPasses(opob_mode="proxy")
+    baseline_mode(passes)
+    packs = [make_pack(part, Share(), torch.device("cpu")) for part in (group, equal)]
+    passes.norms = {0: torch.tensor([math.nan, 1.0]).double()}
+    numbers, rows = observe(passes, state, packs[0])
+    assert numbers.baseline.tolist() == [0.5, 0.5] and rows["fell_back"].tolist() == [1.0, 1.0]
+    numbers, rows = observe(passes, state, packs[1])
+    assert rows == {} and numbers.baseline.tolist() == [1.0, 1.0]
 
 
 LOG_RATIOS = (0.0, 3.0, -1.0)

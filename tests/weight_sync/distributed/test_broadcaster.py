@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,37 @@ def test_two_receivers_get_every_bucket_and_a_kill_ends_the_wait_for_the_next(br
         thread.join(PATIENCE_S)
     assert all(torch.equal(a, b) for rank in got for a, b in zip(got[rank], sent, strict=True))
     assert all(ended[rank] - killed < 5.0 for rank in got)
+
+
+@pytest.mark.parametrize(
+    ("answer", "launch", "said"),
+    [
+        (0, "", ""),
+        (2, "", "cudaHostRegister: error 2"),
+        (712, "CUDA error: already registered\nrun with ...", "CUDA error: already registered"),
+    ],
+)
+def test_pages_are_locked_or_a_line_says_why_not(
+    answer: int, launch: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error that CUDA keeps for the next launch is taken here, and is not the broadcast's."""
+    memory, asked, launched = torch.zeros(SLOT, dtype=torch.uint8), [], []
+
+    def register(*arguments: int) -> int:
+        asked.append(arguments)
+        return answer
+
+    def zeros(size: int, device: str) -> None:
+        launched.append(device)
+        if launch:
+            raise RuntimeError(launch)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch, "zeros", zeros)
+    broadcaster_module.lock_pages(memory)
+    assert asked == [(memory.data_ptr(), SLOT, 0)] and launched == ["cuda"] * bool(answer)
+    out = capsys.readouterr().out
+    assert out.count("\n") == bool(answer) and said in out and ("4,096 bytes are not locked" in out) == bool(answer)
 
 
 def test_a_broadcast_that_nobody_takes_is_given_up_by_what_poll_raises(broadcaster: Broadcaster) -> None:

@@ -30,18 +30,20 @@ class ExpertOwners:
         dispatch.labels, dispatch.counted = self._labels, self._dispatched
 
     def _labels(self) -> Labels | None:
-        """Tokens of this rank by trajectory; padding is the last label."""
-        scores = self._switch.active()
+        """Tokens of this rank by trajectory; padding is the last label. Those of a forward without a gradient, too, by
+        whose counts the layer is computed once more."""
+        scores = self._switch.current
         if scores is None:
             return None
         return Labels(scores.sequence, scores.n + 1, scores.parallel.expert_split_group)
 
     def _dispatched(self, counts: ExpertCounts) -> None:
         """A call of the layer starts."""
-        scores = self._switch.current
-        assert scores is not None
+        scores = self._switch.active()
+        if scores is None:
+            return  # its backward starts another one
         self._scores, self._counts, self._tokens = scores, counts, {}
-        own = counts.counts[counts.rank].numpy()  # [experts, sources, labels]
+        own = counts.own.numpy()  # [experts, sources, labels]
         labels = np.broadcast_to(np.arange(own.shape[2]), own.shape)
         ids = torch.from_numpy(np.repeat(labels.reshape(-1), own.reshape(-1)))
         self._ids = platform.to_device(ids, scores.owned.device).split(own.sum((1, 2)).tolist())

@@ -283,11 +283,14 @@ class DeviceReads:
     blocking      the host waited for everything that was queued on the device before them
     in_schedule   those of them between the first forward and the last backward of a schedule
     asynchronous  it went on, and looks at the numbers later
+    awaited       it queued what needs none of the numbers, and then waited for them within the same pass: the device
+                  goes on with that, but the host's lead is no more than that
     """
 
     blocking: Counter[str] = field(default_factory=Counter)
     in_schedule: Counter[str] = field(default_factory=Counter)
     asynchronous: Counter[str] = field(default_factory=Counter)
+    awaited: Counter[str] = field(default_factory=Counter)
 
     def note_blocking(self) -> None:
         """One more, for the line that is being executed."""
@@ -366,10 +369,10 @@ class HostCopy:
         return self._numbers
 
 
-def start_read(tensor: Tensor) -> HostCopy:
-    """Send the numbers of ``tensor`` to the host, which goes on."""
+def start_read(tensor: Tensor, *, awaited: bool = False) -> HostCopy:
+    """Send the numbers of ``tensor`` to the host, which goes on; ``awaited``: it waits for them in the same pass."""
     for reads in _WATCHERS:
-        reads.asynchronous[_asked_by()[0]] += 1
+        (reads.awaited if awaited else reads.asynchronous)[_asked_by()[0]] += 1
     return HostCopy(tensor.detach())
 
 

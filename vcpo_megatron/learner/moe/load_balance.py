@@ -34,7 +34,7 @@ class LoadBalance:
     def __init__(self, chunks: Sequence[torch.nn.Module], coefficient: float, layers: int, parallel: Parallel) -> None:
         routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
         self._coefficient, self._layers, self._parallel = coefficient, layers, parallel
-        self._tokens = PackContext()
+        self._tokens = PackContext[Tensor]()
         self._mode = ""
         #: layer -> float64 [2, E]: tokens sent to each expert, and the sum of its scores
         self._counts: dict[int, Tensor] = {}

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 
-class PackContext:
-    """``current`` is the tensor of the pack at hand, None outside of packs. Several packs may be in flight."""
+
+class PackContext(Generic[T]):
+    """``current`` is what is known of the pack at hand, None outside of packs. Several packs may be in flight."""
 
     def __init__(self) -> None:
-        self.current: Tensor | None = None
+        self.current: T | None = None
 
-    def during(self, value: Tensor | None, forward: Callable[[], Tensor]) -> Tensor:
+    def during(self, value: T | None, forward: Callable[[], Tensor]) -> Tensor:
         """The output of ``forward``; ``value`` is current in it and in the backward from its output."""
         self.current = value
         output = forward()
@@ -23,7 +26,7 @@ class PackContext:
             output.register_hook(lambda _: self._until_backward_ends(value))
         return output
 
-    def _until_backward_ends(self, value: Tensor | None) -> None:
+    def _until_backward_ends(self, value: T | None) -> None:
         self.current = value
 
         def end() -> None:

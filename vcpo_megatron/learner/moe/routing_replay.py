@@ -32,7 +32,7 @@ class RoutingReplay:
         self._parallel = parallel
         self._device = device
         #: int64 [T, routers of this rank, k], or None.
-        self.experts = PackContext()
+        self.experts = PackContext[Tensor]()
         for place, router in enumerate(routers):
             router.router_replay = _LayerReplay(self, place)
 

@@ -29,6 +29,7 @@ from ..gradients.attach import attach_chunks
 from ..gradients.group_sums import Bucket, DeferredGradients, GroupNorms, OpobSums
 from ..gradients.pack_scores import ScoreSwitch
 from .batch_state import BatchState, SampleNumbers
+from .pack_terms import Scored
 from .passes import Passes
 from .per_trajectory_backward import ExactBackward
 from .plan import StepPlan, pack_tokens
@@ -74,7 +75,8 @@ class PlainMode:
 
 
 class ProxyMode(PlainMode):
-    """Every forward estimates |g_i| from its logits; a group that is whole has its b_g before its loss is formed."""
+    """Every forward estimates |g_i| from its logits; the device has b_g of a pack that holds its whole group before the
+    pack's loss is formed, and the host learns it with the rest of what is recorded."""
 
     def __init__(self, passes: Passes) -> None:
         super().__init__(passes)
@@ -84,14 +86,26 @@ class ProxyMode(PlainMode):
         """A forward of the groups that are cut into several packs: their norms are not known inside one forward."""
         cut = [pack for pack in plan.trained if len(pack.samples) < state.group_sizes[pack.group]]
         self._passes.score(state, cut)
+        for group in dict.fromkeys(pack.group for pack in cut):
+            members = state.members(group)
+            norms = state.estimated_norm[members]
+            if not bool(norms.isnan().any()):  # on the last stage
+                self._passes.objective.set_baselines(state, members, norms)
 
-    def _estimate(self, state: BatchState, pack: Pack, logits: Tensor, policy: Tensor) -> None:
-        self._passes.terms.collect()
-        state.estimated_norm[pack.index] = self._passes.terms.estimated_norms(state, pack, logits, policy)
-        members = state.members(pack.group)
-        norms = state.estimated_norm[members]
-        if state.scales[pack.group].has_variance and not bool(norms.isnan().any()):
-            self._passes.objective.set_baselines(state, members, norms)
+    def _estimate(
+        self, state: BatchState, pack: Pack, logits: Tensor, scored: Scored
+    ) -> tuple[SampleNumbers, dict[str, Tensor]]:
+        numbers, is_whole = scored.numbers, len(pack.samples) == state.group_sizes[pack.group]
+        known = not bool(state.estimated_norm[pack.index].isnan().any())
+        if not state.scales[pack.group].has_variance or (known and not is_whole):
+            return numbers, {}
+        norms = self._passes.terms.estimated_norms(pack, logits, scored)
+        if not is_whole:
+            return numbers, {"estimated_norm": norms}
+        found = self._passes.objective.baselines(scored.log_ratio, norms, numbers.rewards)
+        fell_back = found.plain.any().double().expand_as(norms)
+        rows = {"estimated_norm": norms, "baseline": found.values, "fell_back": fell_back}
+        return dataclasses.replace(numbers, baseline=found.values), rows
 
 
 class _ExactMode(ABC):

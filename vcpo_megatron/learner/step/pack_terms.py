@@ -6,6 +6,7 @@ inside a pass: the loss is formed of what stays on the device.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,18 +24,21 @@ from .log_ratios import LogRatioExchange
 from .objective import Objective
 from .regularizers import regularizer
 
-#: Called with (state, pack, logits [1, T, V / TP], detached log-probs [T]) for every pack whose log-probs are recorded.
-Observer = Callable[[BatchState, Pack, Tensor, Tensor], None]
-
 
 @dataclass(frozen=True)
 class Scored:
-    """Of one pack: log-probs of its labels and entropy, [T] each, and l_i of its trajectories, float64 [n]; all where
-    the pack is."""
+    """Of one pack: log-probs of its labels and entropy, [T] each, and of its trajectories l_i, float64 [n], and the
+    numbers that its loss is made of; all where the pack is."""
 
     logprobs: Tensor
     entropy: Tensor
     log_ratio: Tensor
+    numbers: SampleNumbers
+
+
+#: Called with (state, pack, logits [1, T, V / TP], what is scored) for every pack whose log-probs are recorded; returns
+#: numbers with what it has found, and float64 [n] by the names of ``BatchState`` that are recorded as well.
+Observer = Callable[[BatchState, Pack, Tensor, Scored], tuple[SampleNumbers, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,12 @@ class PackTerms:
         else:
             reported = objective.reported(state, pack, policy, numbers, log_ratio)
             self._rows["logprob_sum"] = self.sums(pack, reported * policy)
+        scored = Scored(logprobs, entropy, log_ratio, numbers)
         if self.observer is not None:
-            self.send(state, pack)
-            self.observer(state, pack, logits, policy)
-        return Scored(logprobs, entropy, log_ratio)
+            found, rows = self.observer(state, pack, logits, scored)
+            self._rows |= rows
+            scored = dataclasses.replace(scored, numbers=found)
+        return scored
 
     def send(
         self, state: BatchState, pack: Pack, step_log_ratio: Tensor | None = None
@@ -120,7 +126,8 @@ class PackTerms:
             sent = self._on_their_way.pop(0)
             state, numbers, index = sent.state, sent.copy.wait(), sent.pack.index
             for name in sent.names:
-                getattr(state, name)[index] = numbers[: len(index)]
+                recorded = getattr(state, name)
+                recorded[index] = numbers[: len(index)].to(recorded.dtype)
                 numbers = numbers[len(index) :]
             if sent.step_index:
                 state.log_ratio[list(sent.step_index)] = numbers[: len(sent.step_index)]
@@ -154,11 +161,11 @@ class PackTerms:
         own = importance.segment_sum(per_token, pack.mask, pack.segments, len(pack.samples))
         return self._messages.sum_over_context(own)
 
-    def estimated_norms(self, state: BatchState, pack: Pack, logits: Tensor, policy: Tensor) -> Tensor:
-        """|g_i| as c_i sqrt(sum_t v_t^2 |d log pi_t / d logits|^2): float64 [n], on the CPU."""
+    def estimated_norms(self, pack: Pack, logits: Tensor, scored: Scored) -> Tensor:
+        """|g_i| as c_i sqrt(sum_t v_t^2 |d log pi_t / d logits|^2): float64 [n], on the device."""
         squared = squared_score_norms(logits.squeeze(0), pack.labels, *self._logits)
-        weighted = self._objective.token_weights(pack, policy).square() * squared
-        return platform.read(self.sums(pack, weighted)).sqrt() * state.loss_coefficients[pack.index]
+        weighted = self._objective.token_weights(pack, scored.logprobs.detach()).square() * squared
+        return self.sums(pack, weighted).sqrt() * scored.numbers.loss_coefficients
 
     def _record_mismatch(self, pack: Pack, ratios: Tensor) -> None:
         """|log pi - log mu| on the tokens that the current version sampled: how far learner and servers are apart.

@@ -17,6 +17,7 @@ from ..megatron import platform
 from ..megatron.parallel import Parallel, agree_sum
 from ..megatron.schedule import ForwardStep, Loss, as_loss, forward_tokens, run_schedule
 from ..megatron.training import Trainable
+from ..moe.kept_plans import KeptPlans
 from ..moe.load_balance import LoadBalance
 from ..moe.routing_replay import RoutingReplay
 from .abort import AbortCheck, Forward, ReplicaAborted
@@ -43,6 +44,8 @@ class Passes:
             print(f"kl_reference: {self._reference.bytes:,} bytes of host memory on rank 0", flush=True)
         replayed = config.rollout.routing_replay
         self._replay = RoutingReplay(trainable.chunks, parallel, device) if replayed else None
+        again = config.model.recompute == "full" and trainable.shape.experts is not None
+        self._plans = KeptPlans(trainable.chunks) if again else None
         weight, layers = algorithm.global_aux_loss, trainable.shape.num_layers
         self._balance = LoadBalance(trainable.chunks, weight, layers, parallel) if weight > 0 else None
 
@@ -118,7 +121,7 @@ class Passes:
         for watch in (self._replay, self._balance):
             if watch is not None:
                 forward = partial(watch.during, pack, forward)
-        return forward()
+        return forward() if self._plans is None else self._plans.during(forward)
 
     def _forward_only(self, packs: Sequence[Pack], forward: Forward) -> None:
         self.run(packs, forward, forward_only=True)
@@ -153,11 +156,8 @@ class Passes:
         """Differentiated: -sum_i c_i sum_t v_t log pi_t with all of the coefficient in v, and the regularizers."""
 
         def loss(logits: torch.Tensor) -> Loss:
-            numbers = state.of_samples(pack.index, pack.tokens.device)
-            scored = self.terms.record(state, pack, logits, numbers)
-            if self.terms.observer is not None:
-                numbers = state.of_samples(pack.index, pack.tokens.device)  # with the baselines that it has set
-            logprobs = scored.logprobs
+            scored = self.terms.record(state, pack, logits, state.of_samples(pack.index, pack.tokens.device))
+            logprobs, numbers = scored.logprobs, scored.numbers
             v = self.objective.token_coefficients(state, pack, logprobs.detach(), numbers, scored.log_ratio)
             terms = -v * logprobs + self.terms.regularizer(state, pack, logprobs, scored.entropy)
             self.terms.send(state, pack)

@@ -8,7 +8,8 @@ in memory that it shares with this process, which alone is a member of the group
                      <--slot free----
 
 ``Broadcaster`` is the learner's handle, ``main`` what the process runs.
-Two slots: one is filled while the other is on its way.
+Two slots: one is filled while the other is on its way. The process locks their pages, so that a GPU copies from them by
+itself; the learner's end need not: it fills them from memory of the host.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 
 from ...config.weight_transport import nccl_variables
+from ...run.text import one_line
 from ...transport.child import start_child, stop_child
 from ..sender import TransferError
 from ..wire import GroupError, WeightGroup, open_store
@@ -126,6 +128,20 @@ class Broadcaster:
         return value
 
 
+def lock_pages(memory: torch.Tensor) -> None:
+    """Let the GPU copy from ``memory``, which is shared with another process, without a copy in between. Where CUDA
+    refuses, a line says so, and copies are slower."""
+    try:
+        answer = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        if answer == 0:
+            return
+        problem = f"cudaHostRegister: error {answer}"
+        torch.zeros(1, device="cuda")  # CUDA keeps the error for the next launch to report: for this one
+    except RuntimeError as error:
+        problem = one_line(error)
+    print(f"pages of {memory.numel():,} bytes are not locked ({problem}): copies to the GPU are slower", flush=True)
+
+
 def main() -> int:
     """Serve until the learner's end of the pipe closes."""
     pipe, memory, slot_bytes = Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
@@ -134,6 +150,8 @@ def main() -> int:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     mapped = mmap.mmap(memory, SLOTS * slot_bytes)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    if backend == "nccl":
+        lock_pages(whole)
     groups: dict[str, WeightGroup] = {}
     pipe.send(("ready", None))
     while True:
