@@ -38,6 +38,7 @@ def said(file: Path, *overrides: str) -> str:
         ("train.eval_interval", "train.eval_every"),
         ("staleness.k", "staleness.max_staleness"),
         ("rollout.n", "train.group_size"),
+        ("train.rollout_n", "train.group_size"),
         ("optimizer.grad_clip", "optimizer.clip_grad"),
         ("parallel.tensor_model_parallel_size", "parallel.tensor"),
         ("rollout.tensor_model_parallel_size", "rollout.tensor_parallel"),
@@ -65,6 +66,9 @@ def test_a_key_of_another_trainer(file: Path, given: str, ours: str) -> None:
         ("train.batch_size", "a batch is train.groups_per_step prompts x train.group_size answers here"),
         ("algorithm.clip_ratio", "algorithm.ratio_low and ratio_high"),
         ("train.total_epochs", "a run is train.steps long"),
+        ("rollout.max_prompt_length", "environment.options.max_prompt_tokens"),
+        ("environment.reward_funcs", "environment.options.reward"),
+        ("launch.nnodes", "rollout.addresses"),
         ("rollout.gpu_memory_utilization", 'rollout.args = ["--mem-fraction-static=0.8"]'),
     ],
 )

@@ -234,3 +234,21 @@ def test_a_longer_run_keeps_its_schedule(directory: RunDirectory) -> None:
     assert "ends with step 49" in line and line.endswith("later steps are taken at optimizer.min_lr = 0")
     assert beyond_schedule(resumed_config(directory, ["train.steps=500", "optimizer.schedule_steps=500"])) == []
     assert beyond_schedule(resumed_config(directory, [])) == []
+
+
+def test_a_lost_copy_of_the_configuration_is_told_from_a_run_that_never_began(
+    directory: RunDirectory, tmp_path: Path
+) -> None:
+    directory.resolved.unlink()
+    empty = RunDirectory(tmp_path / "empty")
+    empty.path.mkdir()
+    for run, remedy in (
+        (directory, "in its place"),
+        (empty, "without --resume"),
+        (RunDirectory(tmp_path / "none"), ""),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            resumed_config(run, [])
+        (problem,) = caught.value.problems
+        assert str(run.path) in problem and "resolved.toml" in problem and remedy in problem
+        assert ("in its place" in problem) == (run is directory)

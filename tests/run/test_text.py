@@ -22,6 +22,7 @@ def test_one_line() -> None:
     assert one_line("one two three", 12) == "one two ..."
     assert one_line("one two three", 10) == "one ..."
     assert one_line("x" * 20, 10) == "xxxxxx ..."
+    assert one_line("raised: " + "x" * 40, 30) == "raised: " + "x" * 18 + " ..."  # what is said stays
     assert one_line("") == ""
     assert one_line(ValueError("a\tb")) == "a b"
 
@@ -43,7 +44,9 @@ def test_a_line_is_as_that_of_the_whole_text(limit: int) -> None:
         text = "".join(word + draw.choice([" ", "\n", "  ", "\t", "\x1c", "\u2003"]) for word in words)
         line = encodable(" ".join(text.split()))
         short = line if len(line) <= limit else textwrap.shorten(line, limit, placeholder=" ...")
-        assert one_line(text, limit) == (short if short != "..." else f"{line[: limit - 4]} ...")
+        assert one_line(text, limit) == (
+            short if len(line) <= limit or len(short) >= limit // 2 else f"{line[: limit - 4]} ..."
+        )
 
 
 @pytest.mark.parametrize(("first", "rest"), [("", "x "), ("", "y"), ("", "a-"), ("word", " \n"), ("word ", "\ud83d")])

@@ -10,6 +10,7 @@ _MICRO = "micro-batches are packs of up to train.max_pack_tokens tokens here"
 _DATA = "data parallel is what tensor x pipeline x context leave of launch.learner_ranks"
 _RATIO = "bounds are of the ratio itself here, 1 - epsilon and 1 + epsilon: algorithm.ratio_low and ratio_high"
 _DIRECTORY = "the run directory is vcpo train --run-dir DIR"
+_HOSTS = "a run's processes share a host here; servers elsewhere are joined: rollout.addresses"
 _EPOCHS = "a run is train.steps long, however often its prompts come round"
 
 #: A name, whatever its section -> our key, or (with a blank in it) what there is instead.
@@ -78,6 +79,7 @@ _KEYS: dict[str, str] = {
     "beta": "algorithm.kl_coef",
     "kl_beta": "algorithm.kl_coef",
     "kl_loss_coef": "algorithm.kl_coef",
+    "use_kl_loss": "algorithm.kl_coef",
     "kl_coeff": "algorithm.kl_coef",
     "entropy_coeff": "algorithm.entropy_coef",
     "scale_rewards": "algorithm.normalize_std",
@@ -120,6 +122,7 @@ _KEYS: dict[str, str] = {
     "num_train_epochs": _EPOCHS,
     "total_epochs": _EPOCHS,
     "n": "train.group_size",
+    "rollout_n": "train.group_size",
     "num_generations": "train.group_size",
     "n_samples_per_prompt": "train.group_size",
     "rollouts_per_example": "train.group_size",
@@ -177,6 +180,10 @@ _KEYS: dict[str, str] = {
     "top_p": "sampling is from the whole softmax, as the weights of the method need it",
     "top_k": "sampling is from the whole softmax, as the weights of the method need it",
     # environment
+    "max_prompt_length": "an environment bounds its prompts: environment.options.max_prompt_tokens",
+    "reward_func": "an environment of the data set takes it by name: environment.options.reward",
+    "reward_funcs": "an environment of the data set takes it by name: environment.options.reward",
+    "custom_reward_function": "an environment of the data set takes it by name: environment.options.reward",
     "env": "environment.name",
     "env_id": "environment.name",
     "dataset": "environment.data",
@@ -209,6 +216,12 @@ _KEYS: dict[str, str] = {
     "n_gpus_per_node": "launch.learner_ranks",
     "nproc_per_node": "launch.learner_ranks",
     "world_size": "launch.learner_ranks",
+    "num_processes": "launch.learner_ranks",
+    "nnodes": _HOSTS,
+    "num_nodes": _HOSTS,
+    "logging_steps": "every step is a line of metrics.jsonl",
+    "log_interval": "every step is a line of metrics.jsonl",
+    "report_to": "observability.tensorboard",
     "distributed_timeout_minutes": "launch.timeout_s",
     "use_tensorboard": "observability.tensorboard",
 }
@@ -237,6 +250,7 @@ _IN_SECTION: dict[str, str] = {
 #: A section -> ours.
 _SECTIONS: dict[str, str] = {
     "actor": "parallel",
+    "actor_rollout_ref": "rollout",
     "algo": "algorithm",
     "ckpt": "checkpoint",
     "data": "environment",

@@ -267,7 +267,7 @@ def _report(ending: Ending, config: RunConfig, directory: RunDirectory, terminal
         parts.append(f"last eval accuracy {last['eval/accuracy']:.4f}{failed}")
     state = "failed" if ending.error else f"stopped by {ending.stopped_by}" if ending.stopped_by else "done"
     terminal.say(f"{state}: {', '.join(parts)}; run directory: {directory.path}")
-    if ending.exit_code != 0:
+    if ending.exit_code != 0 and not (ending.error is None and newest == config.train.steps):  # nothing is left to do
         step = workspace.newest_checkpoint(directory)
         saved = "no complete checkpoint" if step is None else f"newest complete checkpoint: step_{step}"
         terminal.say(f"{saved}; {_what_next(ending, config, directory)}")

@@ -51,8 +51,7 @@ def resumed_config(directory: RunDirectory, overrides: Sequence[str], from_step:
     default the newest one. ConfigError: there is no run, no such checkpoint, the stored one is not the run's, or a
     change does not go with resuming."""
     if not directory.resolved.is_file():
-        what = "holds no run yet; start it without --resume" if directory.path.is_dir() else "is no run directory"
-        raise ConfigError([f"--resume: {directory.path} {what} (there is no resolved.toml)"])
+        raise ConfigError([f"--resume: {directory.path} {_without_configuration(directory)}"])
     stored = load_resolved(directory.resolved)
     step = _checkpoint_to_resume_from(directory, from_step)
     if edited := list(_edits(directory, stored, step)):
@@ -69,6 +68,19 @@ def resumed_config(directory: RunDirectory, overrides: Sequence[str], from_step:
             ]
         )
     return config
+
+
+def _without_configuration(directory: RunDirectory) -> str:
+    """What is wrong with a run directory that has no ``resolved.toml``, and what to do."""
+    missing = f"(there is no {directory.resolved.name})"
+    if not directory.path.is_dir():
+        return f"is no run directory {missing}"
+    if directory.store.exists() or directory.checkpoints.exists():
+        return (
+            f"has lost the run's copy of its configuration {missing}: put the configuration that the run was started "
+            "with in its place, with paths from the root"
+        )
+    return f"holds no run yet; start it without --resume {missing}"
 
 
 def _edits(directory: RunDirectory, stored: RunConfig, step: int | None) -> Iterator[str]:

@@ -41,14 +41,14 @@ def _beginning(text: str, length: int) -> str:
 
 def one_line(text: object, limit: int = 300) -> str:
     """``text`` without line breaks (an exception that says nothing: its type), ``encodable``; what is longer than
-    ``limit`` characters ends after a whole word, with "..."."""
+    ``limit`` characters ends after a whole word, or within one that would leave less than half of that, with "..."."""
     line = encodable(_beginning(str(text), limit + _MARGIN))
     if not line and isinstance(text, BaseException):
         line = type(text).__name__
     if len(line) <= limit:
         return line
     short = textwrap.shorten(line, limit, placeholder=" ...")
-    return short if short != "..." else f"{line[: limit - 4]} ..."  # one endless word
+    return short if len(short) >= limit // 2 else f"{line[: limit - 4]} ..."  # else an endless word goes with all of it
 
 
 def kind_of(message: str) -> str:

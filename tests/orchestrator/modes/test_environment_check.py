@@ -147,6 +147,12 @@ def test_episodes_are_played_and_told() -> None:
     assert examine(Task(), episodes=2) == (problems, played)  # a function of the seed
 
 
+def test_as_many_episodes_are_played_as_were_asked_for() -> None:
+    _, played = examine(Task(), episodes=11)
+    trained = [episode.prompt.prompt_id for episode in played if episode.prompt.prompt_id.startswith("train/")]
+    assert trained == [f"train/{index}" for index in range(11)]
+
+
 def test_the_reference_answer_is_played_too() -> None:
     problems, played = examine(WithReference())
     assert problems == []

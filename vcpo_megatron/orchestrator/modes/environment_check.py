@@ -239,8 +239,9 @@ async def ask_and_play(config: RunConfig, model: Model, examination: Examination
     for note in said.notes:
         examination.note(note)
     found = list(description_problems(said, config, model.vocab_size, model.context_length))
-    training = [await environment.train_prompt(index) for index in range(_NAMED)]
-    found += [f"environment {said.name}: {line}" for line in _name_problems("train_example", training, said.heldout)]
+    training = [await environment.train_prompt(index) for index in range(max(_NAMED, episodes))]
+    named = _name_problems("train_example", training[:_NAMED], said.heldout)  # later ones may come round again
+    found += [f"environment {said.name}: {line}" for line in named]
     if found:
         return found
     played = [*training[:episodes], *said.heldout[:episodes]]
