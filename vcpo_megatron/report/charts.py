@@ -99,6 +99,11 @@ def _style() -> str:
     return "".join([*rules, "@media(prefers-color-scheme:dark){", *dark, "}"])
 
 
+def colors(*, dark: bool) -> tuple[str, ...]:
+    """The colours by number, for a swatch outside of a chart."""
+    return _DARK if dark else _LIGHT
+
+
 #: Rules for all charts of a page.
 STYLE = _style()
 
@@ -127,7 +132,7 @@ def line_chart(
     columns: int = PLOT_WIDTH,
     legend: bool | None = None,
 ) -> str:
-    """Lines over one pair of axes. ``columns``: a line has at most two points in each of so many. ``legend``: by
+    """Lines over one pair of axes, the first on top. ``columns``: a line has at most two points in each of so many. ``legend``: by
     default where there are two lines or more."""
     xs = [value for one in series for value in one.xs] + [guide.x for guide in guides if guide.x is not None]
     ys = [value for one in series for values in (one.ys, *(one.band or ())) for value in values]
@@ -138,7 +143,7 @@ def line_chart(
     body = [frame.axes(across, up, x, y)]
     for one in series:
         body += _band(one, across, up, columns)
-    for one in series:
+    for one in sorted(reversed(series), key=lambda one: not one.faint):  # the first one on top
         path = "".join(_pen(points) for points in _strokes(one.xs, one.ys, across, up, columns))
         if path:
             look = " dashed" if one.dashed or one.color >= COLORS else ""
@@ -293,10 +298,15 @@ class _Scale:
 
     def ticks(self, most: int, *, whole: bool = False) -> list[float]:
         """At most ``most`` and some round values, in order."""
-        if self.log and self.high / self.low >= 10:
+        if self.log and self.high / self.low >= 100:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
             stride = max(1, math.ceil((last - first + 1) / most))
             return [10.0**power for power in range(first, last + 1, stride)]
+        if self.log and self.high / self.low >= 4:
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            return [
+                at for power in powers for factor in (1, 2, 5) if self.low <= (at := factor * 10.0**power) <= self.high
+            ]
         span = (self.high - self.low) / most
         base = 10.0 ** math.floor(math.log10(span)) if span > 0 else 1.0
         step = next((base * factor for factor in (1, 2, 5, 10) if base * factor >= span), base * 10)
