@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -162,7 +162,7 @@ class RunView:
             parts.append(self._verdict.partition(":")[0].lower())
         return "  ".join(parts)
 
-    def table(self, console: Console, ended: str | None, now: float) -> Table:
+    def table(self, console: Console, ended: str | None, now: float) -> Group:
         """Everything in place, no wider than the console: label, newest value, and the course of the run."""
         plain = not (console.encoding or "").lower().startswith("utf")
         width = max(8, console.width - _FIXED)
@@ -175,16 +175,10 @@ class RunView:
                 ends = f"{number_text(min(found))} to {number_text(max(found))}"
                 room = max(4, width - len(ends) - 1)
                 table.add_row(label, number_text(found[-1]), f"{sparkline(found, room, plain=plain)} {ends}")
-        outer = Table.grid()
-        outer.add_column(width=min(console.width, 100), overflow="fold")
-        outer.add_row(Text(f"{self.directory.path}: {ended or self._going(now)}"))
-        outer.add_row(Text(self._head()))
-        outer.add_row(table)
         counts = [f"{label} {found[-1]:.0f}" for label, name in _COUNTS.items() if (found := self._finite(name))]
-        outer.add_row(Text("  ".join(counts)))
-        if self._verdict:
-            outer.add_row(Text(self._verdict))
-        return outer
+        below = [Text("  ".join(counts)), *([Text(self._verdict)] if self._verdict else [])]
+        where = Text(f"{self.directory.path}: {ended or self._going(now)}", overflow="fold")
+        return Group(where, Text(self._head()), table, *below)
 
     def _going(self, now: float) -> str:
         quiet = now - self._news_at if self._news_at is not None else 0.0
