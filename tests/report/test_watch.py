@@ -150,15 +150,13 @@ def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
-def test_the_table_fits_the_terminal(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("TERM", "dumb")
+def test_the_table_fits_the_terminal(directory: RunDirectory, columns: int) -> None:
     add(directory, 0, 1, 2, **{"kl/behavior": -1.5e-7, "lr/effective": 1e-6})
     record_end(directory, attempt=1, state="failed")
     from rich.console import Console
 
     stream = Screen()
-    console = Console(file=stream, width=columns)
+    console = Console(file=stream, width=columns, height=25)
     view = RunView(directory)
     view.poll(0.0)
     console.print(view.table(console, "failed", 0.0))
