@@ -306,7 +306,7 @@ def test_samples_and_losses(tmp_path: Path) -> None:
     text, found = shown(run)
     assert_names(found.text, "token ids are shown")
     assert ["failed: tool crashed", "1", ""] in found.rows and ["dropped: a member failed", "1", ""] in found.rows
-    assert_names(found.text, "generated 8, queued 0, trained 6, dropped 1, failed 1")
+    assert_names(found.text, "generated 8", "queued 0", "trained 6", "dropped 1", "failed 1")
     assert 'class="sample w8"' in text and 'class="sample w6"' in text  # weights 2 and 1
     assert re.search(r'<i class="v0 p\d">\d+ </i>', text) and re.search(r'<i class="v1 p\d">\d+ </i>', text)
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.messages import assert_names
 from vcpo_megatron.cli import main as cli
-from vcpo_megatron.report.watch import RunView, Waiting, sparkline, watch
+from vcpo_megatron.report.watch import RunView, Pace, sparkline, watch
 from vcpo_megatron.run.directory import RunDirectory
 from vcpo_megatron.run.errors import ConfigError
 from vcpo_megatron.run.history import how_it_ended, record_end
@@ -35,8 +35,8 @@ class Clock:
         if self.then:
             self.then.pop(0)()
 
-    def waiting(self, directory_s: float = 5.0) -> Waiting:
-        return Waiting(directory_s, poll_s=20.0, sleep=self.sleep, now=lambda: self.time)
+    def waiting(self, directory_s: float = 5.0) -> Pace:
+        return Pace(directory_s, poll_s=20.0, sleep=self.sleep, now=lambda: self.time)
 
 
 class Screen(io.StringIO):
@@ -211,5 +211,5 @@ def test_ctrl_c_is_130(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch)
         raise KeyboardInterrupt
 
     add(directory, 0)
-    monkeypatch.setattr(Waiting.__init__, "__defaults__", (60.0, 1.0, interrupt, time.monotonic))
+    monkeypatch.setattr(Pace.__init__, "__defaults__", (60.0, 1.0, interrupt, time.monotonic))
     assert cli.main(["watch", str(directory.path)]) == 130

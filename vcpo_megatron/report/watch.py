@@ -50,7 +50,7 @@ _FIXED = 28
 
 
 @dataclass(frozen=True)
-class Waiting:
+class Pace:
     """``directory_s``: how long a run directory that is not there is waited for. ``poll_s``: from one look to the next.
     ``sleep`` and ``now`` are the clock's."""
 
@@ -60,7 +60,7 @@ class Waiting:
     now: Callable[[], float] = time.monotonic
 
 
-def watch(directory: RunDirectory, stream: TextIO, waiting: Waiting = Waiting()) -> str:
+def watch(directory: RunDirectory, stream: TextIO, waiting: Pace = Pace()) -> str:
     """Show the run until it ends; how it ended, as ``run.history`` has it. ConfigError: there is no run.
 
     On a terminal a table stays in place, elsewhere a line is printed now and then, and one at the end.
@@ -83,7 +83,7 @@ def watch(directory: RunDirectory, stream: TextIO, waiting: Waiting = Waiting())
         waiting.sleep(waiting.poll_s)
 
 
-def _watch_live(view: RunView, console: Console, waiting: Waiting) -> str:
+def _watch_live(view: RunView, console: Console, waiting: Pace) -> str:
     with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         while True:
             ended = view.ended()
@@ -94,7 +94,7 @@ def _watch_live(view: RunView, console: Console, waiting: Waiting) -> str:
             waiting.sleep(waiting.poll_s)
 
 
-def _await_directory(directory: RunDirectory, console: Console, waiting: Waiting) -> None:
+def _await_directory(directory: RunDirectory, console: Console, waiting: Pace) -> None:
     deadline, told = waiting.now() + waiting.directory_s, False
     while not directory.attempts.exists() and not directory.metrics.exists():
         if waiting.now() >= deadline:
