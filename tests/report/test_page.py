@@ -335,7 +335,7 @@ def test_the_timeline(tmp_path: Path) -> None:
     with RolloutStore(run / "rollouts.sqlite") as store:
         store.keep_times({(1, s): EpisodeTimes(100.0, 110.0, ((101.0, 104.0), (106.0, 110.0))) for s in (0, 1)})
         store.keep_step_times(1, 115.0, 120.0)
-    svg = chart(shown(run)[0], "Trajectories of step 1, 2 s of the wait left out")
+    svg = chart(shown(run)[0], "Step 1, 2 s of wait left out")
     assert re.findall(r"<title>1/0: (\w+), ([\d.]+) s</title>", svg) == [
         *[("generate", "3"), ("generate", "4"), ("tool", "1"), ("tool", "2"), ("wait", "5"), ("train", "5")]
     ]

@@ -14,10 +14,9 @@ import pytest
 
 from tests.messages import assert_names
 from vcpo_megatron.cli import main as cli
-from vcpo_megatron.report.watch import RunView, Pace, sparkline, watch
+from vcpo_megatron.report.watch import Pace, RunView, sparkline, watch
 from vcpo_megatron.run.directory import RunDirectory
 from vcpo_megatron.run.errors import ConfigError
-from vcpo_megatron.run.history import how_it_ended, record_end
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -68,7 +67,7 @@ def test_lines_of_a_run_until_it_is_done(directory: RunDirectory) -> None:
         lambda: add(directory, 1, 2),
         lambda: None,
         lambda: add(directory, 3),
-        lambda: (add(directory, 4), record_end(directory, attempt=1, state="done")),
+        lambda: (add(directory, 4), directory.mark_ended(1, "done")),
     )
     stream = io.StringIO()
     assert watch(directory, stream, clock.waiting()) == "done"
@@ -84,22 +83,21 @@ def test_the_command_ends_with_the_run(
     directory: RunDirectory, capsys: pytest.CaptureFixture[str], state: str, code: int
 ) -> None:
     add(directory, 0, 1)
-    record_end(directory, attempt=1, state=state)
+    directory.mark_ended(1, state)
     assert cli.main(["watch", str(directory.path)]) == code
     assert capsys.readouterr().out.splitlines()[-1] == f"{directory.path}: {state}"
 
 
 def test_an_end_is_that_of_its_attempt(directory: RunDirectory) -> None:
-    assert how_it_ended(directory) is None
-    record_end(directory, attempt=1, state="failed")
-    assert how_it_ended(directory) == "failed"
+    assert directory.how_it_ended() is None
+    directory.mark_ended(1, "failed")
+    assert directory.how_it_ended() == "failed"
     directory.attempts.write_text("2\n")  # it was resumed
-    assert how_it_ended(directory) is None
-    with open(directory.history, "ab") as file:
-        file.write(b'{"event": "end", "attempt": 2, "st')  # and torn
-    assert how_it_ended(directory) is None
-    record_end(directory, attempt=2, state="done")
-    assert how_it_ended(directory) == "done"
+    assert directory.how_it_ended() is None
+    directory.ended.write_text("no number")
+    assert directory.how_it_ended() is None
+    directory.mark_ended(2, "stopped by SIGTERM")
+    assert directory.how_it_ended() == "stopped by SIGTERM"
 
 
 def test_all_rows_and_no_news_is_an_end(directory: RunDirectory) -> None:
@@ -139,7 +137,7 @@ def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
         run.path.mkdir()
         run.attempts.write_text("1\n")
         add(run, 0)
-        record_end(run, attempt=1, state="done")
+        run.mark_ended(1, "done")
 
     stream = io.StringIO()
     assert watch(run, stream, Clock(begin).waiting()) == "done"
@@ -152,7 +150,7 @@ def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
 @pytest.mark.parametrize("columns", [40, 80, 200])
 def test_the_table_fits_the_terminal(directory: RunDirectory, columns: int) -> None:
     add(directory, 0, 1, 2, **{"kl/behavior": -1.5e-7, "lr/effective": 1e-6})
-    record_end(directory, attempt=1, state="failed")
+    directory.mark_ended(1, "failed")
     from rich.console import Console
 
     stream = Screen()
@@ -170,7 +168,7 @@ def test_the_table_fits_the_terminal(directory: RunDirectory, columns: int) -> N
 def test_on_a_terminal_the_table_stays_in_place(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     add(directory, 0)
-    clock = Clock(lambda: (add(directory, 1, 2, 3, 4), record_end(directory, attempt=1, state="done")))
+    clock = Clock(lambda: (add(directory, 1, 2, 3, 4), directory.mark_ended(1, "done")))
     stream = Screen()
     assert watch(directory, stream, clock.waiting()) == "done"
     assert "\x1b[" in stream.getvalue() and "step 5/5" in stream.getvalue() and stream.getvalue().endswith("\x1b[?25h")

@@ -16,7 +16,6 @@ from .charts import (
     Interval,
     Series,
     line_chart,
-    number_text,
     shares_chart,
     stacked_chart,
     timeline_chart,
@@ -258,5 +257,5 @@ def timeline(run: ReportedRun, step: int) -> str:
             marks.append(Interval(start - cut, end - cut, "train"))
         rows.append((uid, marks))
     left = f" ({len(rows)} of {len(episodes)})" if stride > 1 else ""
-    shorter = f", {number_text(cut)} s of the wait left out" if cut else ""
-    return timeline_chart(f"Trajectories of step {step}{left}{shorter}", rows, PHASES, x=Axis("s", low=0.0))
+    shorter = f", {cut:.3g} s of wait left out" if cut else ""
+    return timeline_chart(f"Step {step}{left}{shorter}", rows, PHASES, x=Axis("s", low=0.0))

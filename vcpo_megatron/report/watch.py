@@ -1,7 +1,7 @@
 """A run live in the terminal, from the files of its directory alone: the run may be on another host.
 
-It follows ``metrics.jsonl``. The end of the run is the line that its supervisor adds to ``history.jsonl``; a supervisor
-that was killed adds none, so it is said for how long there has been no news.
+It follows ``metrics.jsonl``. The end of the run is what its supervisor writes into ``ended``; one that was killed has
+written nothing, so it is said for how long there has been no news.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ..observability.progress import PLAIN_EVERY_S, clock
 from ..observability.sinks import JsonlFollower
 from ..run.directory import RunDirectory
 from ..run.errors import ConfigError
-from ..run.history import how_it_ended
 from .charts import number_text
 from .collapse import find_fall, in_words, outcome_of
 from .runs import by_step, config_of
@@ -61,7 +60,7 @@ class Pace:
 
 
 def watch(directory: RunDirectory, stream: TextIO, waiting: Pace = Pace()) -> str:
-    """Show the run until it ends; how it ended, as ``run.history`` has it. ConfigError: there is no run.
+    """Show the run until it ends; how it ended, as ``RunDirectory`` has it. ConfigError: there is no run.
 
     On a terminal a table stays in place, elsewhere a line is printed now and then, and one at the end.
     """
@@ -142,7 +141,7 @@ class RunView:
     def ended(self) -> str | None:
         """How the run ended. One that has all its rows, and no new one for a while, is done, whatever became of its
         supervisor."""
-        if (state := how_it_ended(self.directory)) is not None or not self._is_complete():
+        if (state := self.directory.how_it_ended()) is not None or not self._is_complete():
             return state
         try:
             age = time.time() - self.directory.metrics.stat().st_mtime
