@@ -157,7 +157,8 @@ def _first_to_turn(fall: Fall) -> list[str]:
         return ["None of the numbers that usually tell left its earlier range before the lowest point."]
     first, *others = fall.departures
     lead = fall.step - first.step
-    when = f"{lead} steps before" if lead > 0 else f"{-lead} steps after" if lead < 0 else "at the step at which"
+    away = f"{abs(lead)} step{'s' * (abs(lead) != 1)}"
+    when = f"{away} before" if lead > 0 else f"{away} after" if lead < 0 else "the very one at which"
     told.append(
         f"First to turn: {first.name}, which left its earlier range at step {first.step}, {when} {fall.outcome} was "
         f"seen to fall: {first.value:.4g}, where it had been {first.low:.4g} to {first.high:.4g} in steps "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.orchestrator.fake_run import FakeRun, config
 from tests.orchestrator.ledgers import AtOnce, now
 from tests.orchestrator.store.test_store import V0, sample_group, trajectory
 from vcpo_megatron.orchestrator.modes.episode_times import Timed
@@ -84,3 +86,19 @@ def test_a_store_without_the_tables(path: Path) -> None:
     with RolloutStore(path) as store:
         store.keep_times({(0, 1): TIMES})
         assert store.episode_times([0]) == {0: [("0/1", TIMES)]}
+
+
+@pytest.mark.parametrize("lag", ["bounded", "exact"])
+def test_a_run_notes_when_it_sampled_and_trained(tmp_path: Path, lag: str) -> None:
+    run = FakeRun(tmp_path, config(staleness={"max_staleness": 1, "lag": lag}, train={"steps": 3}))
+    began = time.time()
+    run.run()
+    with RolloutStore.open_readonly(tmp_path / "rollouts.sqlite") as reader:
+        steps, episodes = reader.step_times(), reader.episode_times(range(3))
+    assert list(steps) == list(episodes) == [0, 1, 2]
+    for step, found in episodes.items():
+        assert [uid for uid, _ in found] == sorted({uid for uid, _ in found}) and found
+        for _, times in found:
+            assert times.answers and began - 1 < times.began <= times.answers[0][0] + 1e-3
+            assert times.answers[-1][1] <= times.ended + 1e-3 and times.ended <= steps[step][0] + 0.1
+            assert steps[step][0] <= steps[step][1] < time.time() + 1
