@@ -21,8 +21,11 @@ from vcpo_megatron.cli import main as cli
 from vcpo_megatron.observability.sinks import JsonlSink
 from vcpo_megatron.orchestrator.store.records import EpisodeTimes
 from vcpo_megatron.orchestrator.store.store import RolloutStore
+from vcpo_megatron.report.charts import PLOT_WIDTH
+from vcpo_megatron.report.figures import Figure, charts_over_runs
 from vcpo_megatron.report.page import MOST_BYTES, page
-from vcpo_megatron.report.runs import opened, run_names
+from vcpo_megatron.report.runs import ReportedRun, opened, run_names
+from vcpo_megatron.run.directory import RunDirectory
 from vcpo_megatron.types import PolicyVersion, TrajectoryResult
 
 pytestmark = pytest.mark.timeout(60)
@@ -342,6 +345,14 @@ def test_the_timeline(tmp_path: Path) -> None:
 
 
 # --- size -------------------------------------------------------------------------------------
+
+
+def test_charts_of_many_runs_have_fewer_points() -> None:
+    rows = [{"step": step, "loss": math.sin(step)} for step in range(3000)]
+    runs = [ReportedRun(str(number), RunDirectory(Path("r")), rows, {}, None) for number in range(40)]
+    (svg,) = charts_over_runs(runs, Figure("a", ("loss",)))
+    found = lines(svg)
+    assert len(found) == 80 and max(len(piece) for pieces in found for piece in pieces) <= 2 * (PLOT_WIDTH // 5) + 2
 
 
 @pytest.mark.parametrize(("runs", "steps"), [(1, 2000), (12, 300)])
