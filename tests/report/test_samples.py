@@ -93,6 +93,8 @@ def test_a_character_of_several_tokens_is_whole(bytewise: Decoder) -> None:
     assert len(ids) == len(text.encode())
     assert bytewise.pieces(ids) == [(1, "a"), (2, "é"), (3, "€"), (4, "😀"), (1, "b")]
     assert sum(count for count, _ in bytewise.pieces(ids[:-2])) == len(ids) - 2  # cut within a character
+    rest, (lead, tail) = tokenizer.encode("é").ids[1], tokenizer.encode("é").ids
+    assert bytewise.pieces([rest, rest, rest, lead, tail]) == [(4, "\ufffd" * 4), (1, "\ufffd")]
 
 
 def test_ids_where_there_is_no_tokenizer(tmp_path: Path) -> None:

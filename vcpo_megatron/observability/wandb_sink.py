@@ -10,6 +10,7 @@ repeated there, charts go by the metric ``step``.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -66,10 +67,13 @@ class WandbSink:
         """Waits ``close_s`` seconds at most for what is on its way; harmless a second time."""
         if not self._thread.is_alive():
             return
-        try:
-            self._rows.put_nowait(None)
-        except queue.Full:  # the thread hangs; what waits is lost with it
-            pass
+        while True:
+            try:
+                self._rows.put_nowait(None)
+                break
+            except queue.Full:  # it hangs, and what waits longest gives way to the end
+                with contextlib.suppress(queue.Empty):
+                    self._rows.get_nowait()
         self._thread.join(self._close_s)
         if self._thread.is_alive():
             self._failed(f"rows were not sent within {self._close_s:g} s of the end")
