@@ -53,6 +53,8 @@ def said(file: Path, *overrides: str) -> str:
         ("staleness.max_async_level", "staleness.max_staleness"),
         ("train.n_samples_per_prompt", "train.group_size"),
         ("environment.prompt_data", "environment.data"),
+        ("train.use_wandb", "observability.wandb_project"),
+        ("train.project_name", "observability.wandb_project"),
     ],
 )
 def test_a_key_of_another_trainer(file: Path, given: str, ours: str) -> None:
@@ -66,6 +68,9 @@ def test_a_key_of_another_trainer(file: Path, given: str, ours: str) -> None:
         ("train.batch_size", "a batch is train.groups_per_step prompts x train.group_size answers here"),
         ("algorithm.clip_ratio", "algorithm.ratio_low and ratio_high"),
         ("train.total_epochs", "a run is train.steps long"),
+        ("rollout.max_prompt_length", "environment.options.max_prompt_tokens"),
+        ("environment.reward_funcs", "environment.options.reward"),
+        ("launch.nnodes", "rollout.addresses"),
         ("rollout.max_prompt_length", "environment.options.max_prompt_tokens"),
         ("environment.reward_funcs", "environment.options.reward"),
         ("launch.nnodes", "rollout.addresses"),

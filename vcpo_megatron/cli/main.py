@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     from .report import add_report
     from .serve import add_serve
     from .train import add_train
+    from .watch import add_watch
 
     parser = argparse.ArgumentParser(
         prog="vcpo",
@@ -74,4 +75,5 @@ def _parser() -> argparse.ArgumentParser:
     add_doctor(commands)
     add_env(commands)
     add_report(commands)
+    add_watch(commands)
     return parser

@@ -140,6 +140,7 @@ def _run_locked(
         )
         ending = supervisor.run()
         watch()
+    directory.mark_ended(context.attempt, _state(ending))
     _report(ending, config, directory, terminal)
     return ending.exit_code
 
@@ -246,6 +247,11 @@ def _explained(error: OSError, directory: RunDirectory) -> str:
     return f"{where}: {error.strerror}; free space, or choose another with --run-dir"
 
 
+def _state(ending: Ending) -> str:
+    """How the run ended, in a word or two."""
+    return "failed" if ending.error else f"stopped by {ending.stopped_by}" if ending.stopped_by else "done"
+
+
 def _report(ending: Ending, config: RunConfig, directory: RunDirectory, terminal: Terminal) -> None:
     """The last lines of a run: what happened, what was reached, how to go on."""
     for warning in ending.warnings:
@@ -265,8 +271,7 @@ def _report(ending: Ending, config: RunConfig, directory: RunDirectory, terminal
         last = evaluated[-1]
         failed = f" ({last['eval/failed']} of {last['eval/samples']} samples failed)" if last.get("eval/failed") else ""
         parts.append(f"last eval accuracy {last['eval/accuracy']:.4f}{failed}")
-    state = "failed" if ending.error else f"stopped by {ending.stopped_by}" if ending.stopped_by else "done"
-    terminal.say(f"{state}: {', '.join(parts)}; run directory: {directory.path}")
+    terminal.say(f"{_state(ending)}: {', '.join(parts)}; run directory: {directory.path}")
     if ending.exit_code != 0 and not (ending.error is None and newest == config.train.steps):  # nothing is left to do
         step = workspace.newest_checkpoint(directory)
         saved = "no complete checkpoint" if step is None else f"newest complete checkpoint: step_{step}"

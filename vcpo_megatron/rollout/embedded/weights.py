@@ -155,8 +155,8 @@ class UpdateSession:
     def require_open(self, endpoint: str) -> None:
         if not self.open:
             raise RequestError(
-                f"{endpoint} needs a weight update that is open, and there is none: /begin_weight_update was not sent, or "
-                "another run that uses this server has ended it; a server serves one run at a time"
+                f"{endpoint} needs a weight update that is open, and there is none: /begin_weight_update was not sent, "
+                "or another run that uses this server has ended it; a server serves one run at a time"
             )
 
     def refuse(self, reason: str) -> None:
