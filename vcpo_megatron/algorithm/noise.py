@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 #: Standard normal numbers that a ratio is found with, at least; and draws of a batch, at least.
-_NUMBERS, _DRAWS = 8192, 8
+_NUMBERS, _DRAWS = 32768, 16
 #: Largest factor on variances that ``noise_inflation`` looks for, and its relative accuracy.
 LARGEST_INFLATION, _ACCURACY = 1024.0, 1e-3
 

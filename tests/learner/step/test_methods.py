@@ -5,7 +5,9 @@ Cases that share a world size share one launch, which stays up.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from vcpo_megatron.config.methods import METHODS
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.types import Batch
 
-from ..oracles import OBJECTIVES, WHOLE_BATCH, Policy, sequence_weighted
-from ..scenarios import make_batch, make_config, make_model_folder
+from ..oracles import OBJECTIVES, WHOLE_BATCH, Policy, grown, sequence_weighted, token_weights, turn_weights
+from ..scenarios import in_turns, make_batch, make_config, make_model_folder
 from ..world import run_world
 
 RULES = ("sequence_token_mean", "token_mean", "sequence_token_sum", "constant")
@@ -38,6 +40,7 @@ class Case:
     far: bool = False  # log ratios that close clips
     binary: bool = False  # rewards 0 and 1: trajectories that share a reward share a weight gradient
     unit: float = 1.0  # of rewards
+    turns: bool = False  # answers of several turns
     anchor: float = 0.0  # in the second of two steps on one batch, at a learning rate that moves nothing
 
 
@@ -89,6 +92,31 @@ for _name, _ranks, _keys, _parallel in (
     ("two_pass token weights tp2", 2, {"is_level": "token", "opob_mode": "two_pass"}, {"tensor": 2}),
 ):
     CASES[f"{_name} anchored"] = Case(_ranks, _keys, _parallel, pack=1000, anchor=0.5)
+for _name, _ranks, _keys, _parallel in (
+    ("accumulate", 1, {}, {}),
+    ("accumulate tp2", 2, {}, {"tensor": 2}),
+    ("accumulate pp2", 2, {}, {"pipeline": 2}),
+    ("accumulate cp2", 2, {}, {"context": 2}),
+    ("accumulate dp2", 2, {}, {}),
+    ("deferred", 1, {"opob_mode": "deferred"}, {}),
+    ("deferred cp2", 2, {"opob_mode": "deferred"}, {"context": 2}),
+    ("deferred pp2", 2, {"opob_mode": "deferred"}, {"pipeline": 2}),
+    ("two_pass tp2", 2, {"opob_mode": "two_pass"}, {"tensor": 2}),
+    ("two_pass leave-one-out dp2", 2, {"opob_mode": "two_pass", "baseline": "opob_leave_one_out"}, {}),
+    ("plain", 1, {"method": "tis_token"}, {}),
+    ("plain cp2", 2, {"method": "tis_token"}, {"context": 2}),
+):
+    _case = Case(_ranks, {"is_level": "turn", **_keys}, _parallel, pack=1000, turns=True)
+    CASES[f"{_name} turn weights"] = _case
+    # far: some turns are truncated, at bounds that differ
+    _grown = {**_case.algorithm, "is_threshold_length": 2}
+    CASES[f"{_name} turn weights, growing bound"] = replace(_case, algorithm=_grown, far=True)
+    CASES[f"{_name} turn weights anchored"] = replace(_case, anchor=0.5)
+for _name, _layout in (("", "single"), ("pp2 ", "pp2"), ("dp2 ", "dp2")):
+    _keys = {"is_threshold_length": 2}
+    CASES[f"{_name}growing bound"] = Case(LAYOUTS[_layout][0], _keys, LAYOUTS[_layout][1], pack=1000, far=True)
+    _keys = {**_keys, "opob_weights": "truncated", "opob_mode": "deferred"}
+    CASES[f"{_name}growing bound in OPOB"] = Case(LAYOUTS[_layout][0], _keys, LAYOUTS[_layout][1], far=True)
 for _unit in (3e-12, 1e-13):
     CASES[f"rewards of {_unit:g} without std"] = Case(1, {"normalize_std": False}, pack=1000, binary=True, unit=_unit)
 for _rule in RULES:
@@ -103,17 +131,22 @@ for _method, _layout in (("m2po", "pp2"), ("p3o", "dp2"), ("p3o", "pp2"), ("gspo
 
 def _oracle(case: Case, model: Path, batch: Batch, config: RunConfig) -> tuple[dict[str, torch.Tensor], Policy]:
     policy = Policy(model, batch)
-    preset = config.algorithm.preset
+    preset, length = config.algorithm.preset, config.algorithm.is_threshold_length or math.inf
+    weigh: Any = {"token": token_weights, "turn": partial(turn_weights, length=length)}.get(preset.is_level)
+    objective: Any = partial(sequence_weighted, length=length)
     policy.normalize(preset.loss_normalization)
     if preset.needs_norms:
-        sequence = preset.is_level == "sequence"
-        policy.opob(preset.baseline == "opob_leave_one_out", sequence, preset.normalize_std)
-        objective = sequence_weighted if sequence else OBJECTIVES["tis_token"][3](policy.samples)
+        bound: dict[str, Any] = {}
+        if config.algorithm.opob_weights == "truncated":
+            bound = {"bound": lambda s: grown(len(s.logp), length)}
+        policy.opob(preset.baseline == "opob_leave_one_out", preset.normalize_std, weigh, **bound)
     else:
         baseline, std, rule, form = OBJECTIVES[config.algorithm.method]
         policy.normalize(case.algorithm.get("loss_normalization", rule))
         policy.advantages(baseline, std)
         objective = form(policy.samples)
+    if weigh is not None and preset.weights == "truncated":
+        objective = lambda s: weigh(s) * s.advantage * s.logp  # noqa: E731
     loss = policy.loss(objective, whole_batch=config.algorithm.method in WHOLE_BATCH)
     if case.anchor:
         loss = loss + case.anchor * (1 - policy.ess()) * policy.loss(lambda s: s.logp)
@@ -136,6 +169,11 @@ DEFAULT = (
     "deferred token weights anchored",
     "rewards of 3e-12 without std",
     "tp2 anchored",
+    "accumulate turn weights",
+    "accumulate cp2 turn weights",
+    "deferred turn weights, growing bound",
+    "plain turn weights anchored",
+    "growing bound in OPOB",
     "token_mean opob",
     "sequence_token_sum opob whole groups dp2",
     "constant plain dp2",
@@ -179,7 +217,7 @@ def assert_gradients(outcome: dict[str, Any], expected: dict[str, torch.Tensor],
 def test_gradient_equals_the_oracle(name: str, models: dict[tuple[str, bool], Path], batches: dict[Any, Batch]) -> None:
     case = CASES[name]
     model, batch = models[case.family, case.tied], batches[(case.family, case.tied), case.far, case.binary]
-    batch = in_units(batch, case.unit)
+    batch = in_turns(in_units(batch, case.unit)) if case.turns else in_units(batch, case.unit)
     config = make_config(
         model,
         case.ranks,
@@ -250,6 +288,20 @@ def test_the_far_batch_closes_clips(models: dict[tuple[str, bool], Path]) -> Non
     for low, high in ((0.8, 1.2), (0.5, 5.0), (0.2, 8.0)):
         outside = int(((ratios < low) | (ratios > high)).sum())
         assert 0 < outside < len(ratios)
+
+
+def test_the_far_batch_truncates_turns_and_its_bound_grows(models: dict[tuple[str, bool], Path]) -> None:
+    model = models["qwen2", False]
+    samples = Policy(model, in_turns(make_batch(model, spread=6.0))).samples
+    turns = [set(s.turn.tolist()) for s in samples]
+    assert max(map(len, turns)) == 3 and min(map(len, turns)) == 1
+    plain, grows, alone = (
+        torch.cat([weigh(s) for s in samples])
+        for weigh in (turn_weights, partial(turn_weights, length=2), token_weights)
+    )
+    assert 0 < int((plain == 8.0).sum()) < len(plain) / 2
+    assert int((grows > 8.0).sum()) > 0 and int((grows > plain).sum()) < int((plain == 8.0).sum())
+    assert int((plain != alone).sum()) > len(plain) / 2
 
 
 @pytest.mark.timeout(900)
