@@ -194,8 +194,8 @@ def _spans(start: int, end: int, step: int) -> tuple[VersionSpan, ...]:
 
 
 def in_turns(batch: Batch) -> Batch:
-    """The batch with the answers of ``make_batch`` cut into turns: before and after a tool's output, and what is left in
-    the middle, where no observation stands between two turns."""
+    """The answers of ``make_batch`` cut into turns: before and after a tool's output, and the rest in its middle, where
+    no observation stands between two turns."""
     groups = [replace(g, trajectories=tuple(map(_in_turns, g.trajectories))) for g in batch.groups]
     return replace(batch, groups=tuple(groups))
 

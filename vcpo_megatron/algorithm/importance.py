@@ -91,7 +91,7 @@ def log_ratios(policy_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor,
 
 
 def threshold_growth(tokens: Tensor, reference: int | None) -> Tensor:
-    """max(1, sqrt(L / L_ref)): by how much log c grows with the length of what is weighted, shape of ``tokens``, float64.
+    """max(1, sqrt(L / L_ref)), the factor on log c by the length of what is weighted: float64, shape of ``tokens``.
 
     tokens     L, sampled tokens of an answer or a turn
     reference  L_ref > 0 (``is_threshold_length``), up to which c is c; None: 1 at every length
@@ -106,8 +106,8 @@ def threshold_growth(tokens: Tensor, reference: int | None) -> Tensor:
 def truncated_log_weights(log_ratio: Tensor, threshold: float, growth: Tensor | float = 1.0) -> Tensor:
     """min(l, k log c), elementwise, dtype and shape of ``log_ratio``; nan stays nan.
 
-    ``threshold`` is c > 0 (``is_threshold``); infinity leaves l untouched. Raises ValueError otherwise. ``growth`` is k,
-    of ``threshold_growth``.
+    ``threshold`` is c > 0 (``is_threshold``); infinity leaves l untouched. Raises ValueError otherwise. ``growth`` is
+    k, that of ``threshold_growth``.
     """
     if not threshold > 0:
         raise ValueError(f"is_threshold = {threshold}: weights are truncated at a positive value")

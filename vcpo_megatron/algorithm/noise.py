@@ -77,8 +77,8 @@ def noise_ess_ratio(variances: Tensor, log_bounds: Tensor | float = math.inf) ->
 def noise_inflation(ratio: float, variances: Tensor, log_bounds: Tensor | float = math.inf) -> float:
     """The factor on ``variances`` at which ``noise_ess_ratio`` is ``ratio``: from 1 to ``LARGEST_INFLATION``.
 
-    It is what an on-policy batch's own ratio says beyond its token noise: noise that goes along with its neighbours', or
-    has heavier tails, weighs more in an answer than independent noise. Less than 1 is noise of the ratio.
+    It is what an on-policy batch's own ratio says beyond its token noise: noise that goes along with its neighbours',
+    or has heavier tails, weighs more in an answer than independent noise. Less than 1 is noise of the ratio.
     """
     if noise_ess_ratio(variances, log_bounds) <= ratio:
         return 1.0

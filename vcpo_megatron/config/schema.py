@@ -142,8 +142,8 @@ class AlgorithmConfig(Section):
     ess_weights: Literal["raw", "truncated"] = Field("raw", description="weights that enter the effective sample size")
     base_ess_ratio: float | Literal["auto"] = Field(
         1.0,
-        description="ESS ratio of a full step, above 0 and at most 1; auto: median of the first 5, on-policy steps, then "
-        "what tokens of the current version say of answers as long as the batch's",
+        description="ESS ratio of a full step, above 0 and at most 1; auto: measured by 5 on-policy steps, then "
+        "followed by the noise of tokens of the current version and the lengths of the batch",
     )
     behavior_anchor: float = Field(
         0.0, ge=0, le=1e6, description="maximum likelihood on the behaviour's samples while ESS is low: its weight"

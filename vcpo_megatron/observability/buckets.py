@@ -11,7 +11,7 @@ FEWEST = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class MetricBucket:
     """Trajectories whose number is from ``least`` to ``most``, both included; ``key`` is the metric's name."""
 
     key: str
@@ -26,12 +26,12 @@ class Bucket:
         return f"{self.least}" if self.most == self.least else f"{self.least} to {self.most:g}"
 
 
-def _buckets(prefix: str, edges: tuple[int, ...]) -> Iterator[Bucket]:
+def _buckets(prefix: str, edges: tuple[int, ...]) -> Iterator[MetricBucket]:
     """Each edge begins a bucket; the last has no end."""
     for least, following in zip(edges, (*edges[1:], math.inf), strict=True):
         most = following - 1
         span = "up" if math.isinf(most) else f"{most:g}"
-        yield Bucket(f"{prefix}_{least}" if most == least else f"{prefix}_{least}_{span}", least, most)
+        yield MetricBucket(f"{prefix}_{least}" if most == least else f"{prefix}_{least}_{span}", least, most)
 
 
 #: Age: learner version at use - oldest version that sampled a token.

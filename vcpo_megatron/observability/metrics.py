@@ -79,7 +79,8 @@ _BY_AGE = {
 }
 _BY_LENGTH = {
     bucket.key: Metric(
-        f"`ess/ratio` of those trajectories alone that have {bucket.range} sampled tokens; absent for fewer than {FEWEST}",
+        f"`ess/ratio` of those trajectories alone that have {bucket.range} sampled tokens; "
+        f"absent for fewer than {FEWEST}",
         healthy="at most that of shorter ones",
         otherwise="falls with the length at any age: mismatch of learner and servers (method.md)",
     )
@@ -143,8 +144,8 @@ METRICS: Mapping[str, Metric] = {
         otherwise="far above it: a few weights beyond `algorithm.is_threshold` make the difference",
     ),
     "ess/ratio_on_policy": Metric(
-        "the ratio that mismatch alone would give answers of these lengths, by the noise of tokens of the current version; "
-        "absent before the first one",
+        "the ratio that mismatch alone would give answers of these lengths, by the noise of tokens of the current "
+        "version; absent before the first one",
         healthy="1 in float32; falls as answers grow",
         otherwise=(
             "`ess/ratio` is as low: mismatch of learner and servers, not staleness, takes the rate (method.md); "

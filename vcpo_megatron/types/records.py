@@ -66,8 +66,8 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer of a rollout server: positions [start, end) were sampled in it. A generation that was aborted and taken
-    up again is one answer still.
+    """One answer of a rollout server: positions [start, end) were sampled in it. A generation that was aborted and
+    taken up again is one answer still.
 
     ``finish_reason`` is "stop", "length" or "abort". ``spans`` tile [start, end) without gaps.
     """

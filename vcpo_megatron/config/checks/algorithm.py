@@ -187,4 +187,4 @@ def _why_it_does_not_grow(algorithm: AlgorithmConfig) -> str:
         return f'method = "{algorithm.method}" truncates no weight of a trajectory or a turn'
     if preset.is_level not in ("sequence", "turn"):
         return f'is_level = "{preset.is_level}" has no weight of a trajectory or a turn'
-    return f"is_threshold = {algorithm.is_threshold} stays what it is"
+    return f"is_threshold = {algorithm.is_threshold} is the same at every length"

@@ -364,8 +364,8 @@ def _sampled_by(trajectory: Trajectory, version: int | None) -> np.ndarray:
 
 
 def _turns(trajectories: Sequence[Trajectory]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Of each trajectory the turn of every token, numbered over all of them in order, their number U for none: int64 [L];
-    and sampled tokens of each turn: int64 [U]."""
+    """Of each trajectory the turn of every token, int64 [L]: numbered over all trajectories in order, their number U
+    for none. And sampled tokens of each turn: int64 [U]."""
     count = sum(len(t.turns) for t in trajectories)
     found, sampled, first = [], np.zeros(count + 1, np.int64), 0
     for trajectory in trajectories:

@@ -88,7 +88,7 @@ class Objective:
     def trajectory_coefficients(self, numbers: SampleNumbers, log_ratio: Tensor) -> Tensor:
         """What multiplies s_i / w_i of a linear method: w_i (R_i - b_i) / std, and a where no token has a weight.
 
-        Weights of tokens or turns are in a trajectory's gradient, and the anchor is a term of its own: ``token_anchor``.
+        A trajectory's gradient holds weights of tokens or turns, and the anchor is a term of its own: ``token_anchor``.
         """
         weights, advantages = self.sequence_weights(log_ratio, numbers.threshold_growth), self.advantages(numbers)
         weighted = torch.where(advantages == 0.0, 0.0, weights * advantages)  # a weight without bound may be infinite

@@ -38,9 +38,7 @@ class EssState:
     def observed(self, state: BatchState) -> EssState:
         """With what a batch's tokens of the current version say, whether its step is taken or not."""
         noise = TokenNoise(self.noise_tokens, self.noise_mean, self.noise_square).with_tokens(*_noise_sums(state))
-        return dataclasses.replace(
-            self, noise_tokens=noise.tokens, noise_mean=noise.mean, noise_square=noise.square
-        )
+        return dataclasses.replace(self, noise_tokens=noise.tokens, noise_mean=noise.mean, noise_square=noise.square)
 
     def on_policy_ratio(self, state: BatchState, algorithm: AlgorithmConfig) -> float | None:
         """ESS / N that mismatch alone would give a batch of these lengths; None before the first token of a current
@@ -88,7 +86,7 @@ def _noise_sums(state: BatchState) -> tuple[float, float, float]:
 
 
 def _inflation(ratio: float, state: BatchState, algorithm: AlgorithmConfig) -> list[float]:
-    """What the ratio of an on-policy batch says beyond its tokens' noise; nothing of another batch, or without noise."""
+    """What the ratio of an on-policy batch says beyond its tokens' noise; nothing of others, or without noise."""
     noise = TokenNoise().with_tokens(*_noise_sums(state))
     if noise.variance == 0 or not torch.equal(state.mismatch_tokens, state.sampled_tokens):
         return []

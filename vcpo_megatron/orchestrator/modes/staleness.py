@@ -27,9 +27,9 @@ When the ESS ratio falls below ``target`` times that of on-policy batches, the l
 learner has caught up, and nothing that was started is thrown away. When the ratio has recovered, the lag grows by one.
 
 On-policy batches do not have a ratio of 1: learner and servers compute a little differently, and long answers add it
-up. No lag mends that, so it is no reason for a smaller one. What an on-policy batch of the same lengths would have is
-followed by the learner (``ess/ratio_on_policy``), from tokens that its own version sampled: those of a run's first batch
-are, and all are once the lag has been 0 for a while.
+up. No lag mends that, so it is no reason for a smaller one. The learner follows what an on-policy batch of the same
+lengths would have (``ess/ratio_on_policy``), from tokens that its own version sampled: those of a run's first batch are
+such, and all are once the lag has been 0 for a while.
 
 A change shows only when the groups that were admitted under it are trained, up to lag + 1 steps later: so many steps
 pass between two changes. With lag = 0 a run is on-policy and so is what it is compared with: it always comes back.
