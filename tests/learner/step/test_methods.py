@@ -6,6 +6,7 @@ Cases that share a world size share one launch, which stays up.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from vcpo_megatron.config.methods import METHODS
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.types import Batch
 
-from ..oracles import OBJECTIVES, WHOLE_BATCH, Policy, grown, sequence_weighted, token_weights, turn_weights
+from ..oracles import OBJECTIVES, WHOLE_BATCH, Policy, Sample, grown, sequence_weighted, token_weights, turn_weights
 from ..scenarios import in_turns, make_batch, make_config, make_model_folder
 from ..world import run_world
 
@@ -373,22 +374,41 @@ def test_regularizers_accumulators_and_proxy(models: dict[tuple[str, bool], Path
             assert_gradients(results[-1], alone, tolerance=1e-2)
 
 
-def _check_proxy(policy: Policy, outcome: dict[str, Any]) -> None:
-    """Baselines from sum_t |onehot - p|^2 / T^2, formed here from plain softmaxes; the gradient that goes with them."""
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", matrix([(1, "single"), (2, "tensor"), (2, "context")], [(1, "single")]))
+def test_the_proxy_has_the_weights_of_turns_in_its_norms(
+    layout: tuple[int, str], models: dict[tuple[str, bool], Path]
+) -> None:
+    (ranks, kind), model = layout, models["qwen2", False]
+    batch = in_turns(make_batch(model, spread=6.0))
+    algorithm = {"opob_mode": "proxy", "is_level": "turn"}
+    config = make_config(model, ranks, parallel={kind: 2} if ranks == 2 else {}, algorithm=algorithm)
+    (outcome,) = run_world(ranks, "learner.run_layouts:one_step_each", {"cases": [(config, [batch])]})
+    policy = Policy(model, batch)
+    policy.normalize("sequence_token_mean")
+    _check_proxy(policy, outcome, turn_weights)
+
+
+def _check_proxy(
+    policy: Policy, outcome: dict[str, Any], weigh: Callable[[Sample], torch.Tensor] | None = None
+) -> None:
+    """Baselines from sum_t |onehot - p|^2 / T^2, formed here from plain softmaxes; the gradient that goes with them.
+    ``weigh`` gives weights of tokens, where they are of parts of an answer."""
     rows = outcome["results"][-1].trajectories
     assert all(row.grad_norm != row.grad_norm for row in rows)  # no exact norm is claimed
     for group, first in zip(policy.groups(), range(0, 16, 4), strict=True):
         rewards = torch.tensor([s.reward for s in group], dtype=torch.float64)
         if len(set(rewards.tolist())) == 1:
             continue
-        shares = [
-            float(2 * (s.logp - s.mu).sum().detach()) + float((s.coefficient**2 * s.score_squares.sum()).log())
-            for s in group
-        ]
+        weights = [torch.ones(()) if weigh is None else weigh(s) for s in group]
+        squares = [s.coefficient**2 * (w**2 * s.score_squares).sum() for s, w in zip(group, weights, strict=True)]
+        logs = [float((s.logp - s.mu).sum().detach()) if weigh is None else 0.0 for s in group]
+        shares = [2 * log + float(square.log()) for log, square in zip(logs, squares, strict=True)]
         b = float((torch.softmax(torch.tensor(shares, dtype=torch.float64), 0) * rewards).sum())
         for row in rows[first : first + 4]:
             assert row.baseline == pytest.approx(b, abs=2e-5)
         std = float(np.std([s.reward for s in group]))
         for s in group:
             s.advantage = (s.reward - b) / std
-    assert_gradients(outcome, policy.gradient(policy.loss(sequence_weighted)))
+    objective = sequence_weighted if weigh is None else (lambda s: weigh(s) * s.advantage * s.logp)
+    assert_gradients(outcome, policy.gradient(policy.loss(objective)))

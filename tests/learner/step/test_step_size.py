@@ -6,17 +6,23 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.slow import matrix
 from vcpo_megatron.algorithm.ess import ess_ratio
-from vcpo_megatron.algorithm.noise import noise_ess_ratio
+from vcpo_megatron.algorithm.noise import noise_ess_ratio, noise_inflation
 from vcpo_megatron.config.schema import AlgorithmConfig
 from vcpo_megatron.learner.step.batch_state import BatchState
 from vcpo_megatron.learner.step.step_size import EssState, batch_ess_ratio
+from vcpo_megatron.types import Batch, PolicyVersion, Trajectory, VersionSpan
 
+from ..oracles import Policy
+from ..scenarios import make_batch, make_config, make_model_folder
+from ..world import run_world
 from .test_batch_state import state_of
 
 AUTO = AlgorithmConfig.model_validate({"base_ess_ratio": "auto"})
@@ -177,3 +183,54 @@ def test_a_manifest_from_before_is_read() -> None:
     assert ess.base(None, AUTO) == 0.5
     _, _, on_policy = step(ess, batch([400] * COUNT, 0.05, 9))
     assert on_policy == pytest.approx(noise_ess_ratio(torch.full((COUNT,), 1.0)), rel=0.05)
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "single": (1, {}),
+    "tp2": (2, {"tensor": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "cp2": (2, {"context": 2}),
+    "dp2": (2, {}),
+}
+
+
+def on_policy(one: Batch) -> Batch:
+    """Every token was sampled by the version that the step starts from."""
+
+    def young(t: Trajectory) -> Trajectory:
+        spans = (VersionSpan(t.prompt_length, len(t.tokens), PolicyVersion(1, one.step)),)
+        return dataclasses.replace(t, turns=(dataclasses.replace(t.turns[0], spans=spans),))
+
+    groups = [dataclasses.replace(g, trajectories=tuple(map(young, g.trajectories))) for g in one.groups]
+    return dataclasses.replace(one, groups=tuple(groups))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", matrix(LAYOUTS, ("single",)))
+def test_the_base_of_seven_steps(name: str, tmp_path: Path) -> None:
+    """Five on-policy batches and two of a mixed age, at a learning rate that moves nothing: scales and on-policy ratios
+    from fp64 log-probs of all tokens, the moments by plain sums."""
+    ranks, parallel = LAYOUTS[name]
+    model = make_model_folder(tmp_path / "model", layers=2)
+    batches = [make_batch(model, number) for number in range(7)]
+    batches = [on_policy(one) if one.step < 5 else one for one in batches]
+    keys = {"algorithm": {"base_ess_ratio": "auto"}, "optimizer": {"lr": 1e-30}}
+    config = make_config(model, ranks, parallel=parallel, **keys)
+    (outcome,) = run_world(ranks, "learner.run_layouts:one_step_each", {"cases": [(config, batches)]})
+    seen: list[float] = []
+    inflations: list[float] = []
+    for one, result in zip(batches, outcome["results"], strict=True):
+        logs = [(s.logp - s.mu).detach() for s in Policy(model, one).samples]
+        trajectories = [t for group in one.groups for t in group.trajectories]
+        young = [log[t.sampled_by(one.step)[t.loss_mask]] for log, t in zip(logs, trajectories, strict=True)]
+        seen += torch.cat(young).tolist()
+        lengths = torch.tensor([len(log) for log in logs]).double()
+        kappa = statistics.median(inflations) if inflations else 1.0
+        expected = noise_ess_ratio(lengths * statistics.pvariance(seen) * kappa)
+        metrics, ratio = result.metrics, ess_ratio(torch.stack([log.sum() for log in logs]))
+        assert metrics["ess/ratio_on_policy"] == pytest.approx(expected, rel=1e-4), one.step
+        scale = 1.0 if one.step < 5 else min(1.0, ratio / expected) ** 0.5
+        assert metrics["ess/lr_scale"] == pytest.approx(scale, rel=1e-4), one.step
+        if one.step < 5:
+            variance = statistics.pvariance(torch.cat(logs).tolist())
+            inflations.append(noise_inflation(ratio, lengths * variance))
