@@ -301,7 +301,7 @@ def test_the_far_batch_truncates_turns_and_its_bound_grows(models: dict[tuple[st
         for weigh in (turn_weights, partial(turn_weights, length=2), token_weights)
     )
     assert 0 < int((plain == 8.0).sum()) < len(plain) / 2
-    assert int((grows > 8.0).sum()) > 0 and int((grows > plain).sum()) < int((plain == 8.0).sum())
+    assert int((grows > 8.0).sum()) > 0 and len(set(grows[grows > 8.0].tolist())) > 3
     assert int((plain != alone).sum()) > len(plain) / 2
 
 
@@ -375,11 +375,11 @@ def test_regularizers_accumulators_and_proxy(models: dict[tuple[str, bool], Path
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", matrix([(1, "single"), (2, "tensor"), (2, "context")], [(1, "single")]))
+@pytest.mark.parametrize(("ranks", "kind"), matrix([(1, "single"), (2, "tensor"), (2, "context")], [(1, "single")]))
 def test_the_proxy_has_the_weights_of_turns_in_its_norms(
-    layout: tuple[int, str], models: dict[tuple[str, bool], Path]
+    ranks: int, kind: str, models: dict[tuple[str, bool], Path]
 ) -> None:
-    (ranks, kind), model = layout, models["qwen2", False]
+    model = models["qwen2", False]
     batch = in_turns(make_batch(model, spread=6.0))
     algorithm = {"opob_mode": "proxy", "is_level": "turn"}
     config = make_config(model, ranks, parallel={kind: 2} if ranks == 2 else {}, algorithm=algorithm)

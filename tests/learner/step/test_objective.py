@@ -118,8 +118,9 @@ def test_a_turn_has_one_weight_by_its_own_tokens() -> None:
 
 
 def test_a_turn_that_context_ranks_share_has_the_weight_of_all_its_tokens() -> None:
-    """Two ranks, each with a part of the first turn's tokens: log ratios .25, .5 | .5, -1 and the second turn's."""
-    logs = [0.25, 0.5, 0.5, -1.0, 0.125, 0.125]
+    """Two ranks, each with a part of the first turn's tokens: log ratios 1, 2 | -.5, -.5 and the second turn's. Only the
+    first part would be truncated."""
+    logs = [1.0, 2.0, -0.5, -0.5, 0.125, 0.125]
     _, _, pack, _ = scene({}, [logs], (1.0,))
     samples = turns_of(pack, [(5, 7)])
     sums: list[torch.Tensor] = []
@@ -135,13 +136,11 @@ def test_a_turn_that_context_ranks_share_has_the_weight_of_all_its_tokens() -> N
 
     apart = [weigh(rank, None) for rank in (0, 1)]
     total = sums[0] + sums[1]
-    assert total.tolist() == pytest.approx([0.25, 0.25])
-    weight = math.exp(0.25)
-    assert [weigh(rank, total) for rank in (0, 1)] == [
-        pytest.approx([weight, weight, 1.0, 1.0]),
-        pytest.approx([weight] * 4),
-    ]
-    assert apart[0][0] == pytest.approx(math.exp(0.75))  # what a rank would take for the weight alone
+    assert total.tolist() == pytest.approx([2.0, 0.25])
+    first, second = math.exp(2.0), math.exp(0.25)
+    assert weigh(0, total) == pytest.approx([first, first, 1.0, 1.0])
+    assert weigh(1, total) == pytest.approx([first, first, second, second])
+    assert apart[0][0] == pytest.approx(8.0)  # what a rank would take for the weight alone
 
 
 @pytest.mark.parametrize("level", ["sequence", "turn", "token"])
