@@ -234,7 +234,7 @@ METRICS: Mapping[str, Metric] = {
         "the same of whole trajectories: mean of -l_i",
         unit="nats",
         reducer="mean",
-        healthy="below 0.1; grows with the lag, and with the length of answers",
+        healthy="below 0.7; grows with the lag, and with the length of answers",
         otherwise="above 1: the policy has left its data, whatever `ess/ratio` says; lower `optimizer.lr`",
     ),
     "mismatch/mean": Metric(

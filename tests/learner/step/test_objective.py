@@ -118,8 +118,8 @@ def test_a_turn_has_one_weight_by_its_own_tokens() -> None:
 
 
 def test_a_turn_that_context_ranks_share_has_the_weight_of_all_its_tokens() -> None:
-    """Two ranks, each with a part of the first turn's tokens: log ratios 1, 2 | -.5, -.5 and the second turn's. Only the
-    first part would be truncated."""
+    """Two ranks, each with a part of the first turn's tokens: log ratios 1, 2 | -.5, -.5 and the second turn's. The
+    first part alone would be truncated."""
     logs = [1.0, 2.0, -0.5, -0.5, 0.125, 0.125]
     _, _, pack, _ = scene({}, [logs], (1.0,))
     samples = turns_of(pack, [(5, 7)])
