@@ -9,8 +9,10 @@ import torch
 
 from vcpo_megatron.algorithm.importance import (
     log_ratios,
+    masked_log_weights,
     segment_max,
     segment_sum,
+    threshold_growth,
     token_log_ratios,
     truncated_log_weights,
     truncated_weights,
@@ -132,6 +134,21 @@ def test_truncated_weights_known_answer_and_extremes():
     torch.testing.assert_close(truncated_weights(ratios, 8.0), expected, rtol=1e-15, atol=0)
     assert truncated_log_weights(ratios, 8.0)[3] == math.log(8.0)
     assert truncated_log_weights(ratios, math.inf)[3] == 2000.0
+
+
+def test_a_bound_grows_with_the_square_root_of_the_length():
+    growth = threshold_growth(torch.tensor([0, 50, 100, 400, 900]), 100)
+    assert growth.dtype == torch.float64
+    assert growth.tolist() == [1.0, 1.0, 1.0, 2.0, 3.0]
+    assert threshold_growth(torch.tensor([0, 50, 900]), None).tolist() == [1.0, 1.0, 1.0]
+    ratios = torch.full((5,), math.log(100.0), dtype=torch.float64)
+    ratios[3], ratios[4] = math.log(65.0), math.nan  # 8 to the power of 2 is 64
+    weights = truncated_log_weights(ratios, 8.0, growth).exp()
+    torch.testing.assert_close(weights[:4], torch.tensor([8.0, 8.0, 8.0, 64.0]).double(), rtol=1e-15, atol=0)
+    assert weights[4].isnan()
+    ratios[4] = math.log(511.0)
+    assert masked_log_weights(ratios, 8.0, growth).isfinite().tolist() == [False] * 4 + [True]
+    assert truncated_log_weights(ratios, math.inf, growth).tolist() == ratios.tolist()
 
 
 def test_nan_log_ratio_stays_nan():

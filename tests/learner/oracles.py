@@ -28,6 +28,7 @@ class Sample:
     group: int
     reward: float
     score_squares: Tensor  # |d log pi_t / d logits|^2
+    turn: Tensor  # number of the turn of each of these tokens
     advantage: float = 0.0
     coefficient: float = 0.0
 
@@ -50,7 +51,10 @@ class Policy:
         entropy = -(logs.exp() * logs).sum(-1)[mask]
         chosen = torch.nn.functional.one_hot(ids[0, 1:], logs.shape[1])
         squares = ((chosen - logs.detach().exp()) / temperature).square().sum(-1)[mask]
-        return Sample(logp, entropy, torch.tensor(t.behavior_logprobs[1:]).double()[mask], group, t.reward, squares)
+        mu = torch.tensor(t.behavior_logprobs[1:]).double()[mask]
+        positions = [p for p in range(len(t.tokens)) if t.loss_mask[p]]
+        turn = [next(u for u, s in enumerate(t.turns) if s.start <= p < s.end) for p in positions]
+        return Sample(logp, entropy, mu, group, t.reward, squares, torch.tensor(turn))
 
     def gradient(self, loss: Tensor) -> dict[str, Tensor]:
         grads = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=True)
@@ -79,15 +83,24 @@ class Policy:
                 flat = rewards.max() == rewards.min()
                 s.advantage = 0.0 if flat else float((s.reward - b) / (rewards.std() if std else 1.0))
 
-    def opob(self, leave_one_out: bool = False, sequence: bool = True, std: bool = True) -> list[float]:
-        """Set advantages by OPOB from materialised gradients, over the standard deviation; returns the norms |g_i|."""
+    def opob(
+        self,
+        leave_one_out: bool = False,
+        std: bool = True,
+        weigh: Callable[[Sample], Tensor] | None = None,
+        bound: Callable[[Sample], float] = lambda s: math.inf,
+    ) -> list[float]:
+        """Set advantages by OPOB from materialised gradients, over the standard deviation; returns the norms |g_i|.
+
+        ``weigh`` gives weights of tokens; None: the weight is the trajectory's, up to ``bound``.
+        """
         norms = []
         for s in self.samples:
-            weight = 1.0 if sequence else (s.logp - s.mu).detach().exp().clamp(max=8.0)
+            weight = 1.0 if weigh is None else weigh(s)
             grads = self.gradient(s.coefficient * (weight * s.logp).sum())
             norms.append(math.sqrt(sum(float((g**2).sum()) for g in grads.values())))
         for s, norm in zip(self.samples, norms, strict=True):
-            log_u = float((s.logp - s.mu).detach().sum()) if sequence else 0.0
+            log_u = min(float((s.logp - s.mu).detach().sum()), math.log(bound(s))) if weigh is None else 0.0
             s.log_share = 2 * log_u + 2 * math.log(norm)  # type: ignore[attr-defined]
         for group in self.groups():
             rewards = np.array([s.reward for s in group])
@@ -112,9 +125,28 @@ class Policy:
         return -torch.stack([s.coefficient * objective(s).sum() for g in trained for s in g]).sum()
 
 
-def sequence_weighted(s: Sample) -> Tensor:
-    weight = (s.logp - s.mu).sum().detach().clamp(max=math.log(8.0)).exp()
+def sequence_weighted(s: Sample, length: float = math.inf) -> Tensor:
+    """``length``: from which on the truncation at 8 grows."""
+    weight = min(math.exp((s.logp - s.mu).detach().sum()), grown(len(s.logp), length))
     return weight * s.advantage * s.logp
+
+
+def grown(tokens: int, length: float) -> float:
+    """8, and 8 to the power of sqrt(tokens / length) where that is more."""
+    return 8.0 ** max(1.0, math.sqrt(tokens / length))
+
+
+def token_weights(s: Sample) -> Tensor:
+    return (s.logp - s.mu).detach().exp().clamp(max=8.0)
+
+
+def turn_weights(s: Sample, length: float = math.inf) -> Tensor:
+    """Of each token that of its turn, one turn after another."""
+    logs, found = (s.logp - s.mu).detach().tolist(), []
+    for turn in s.turn.tolist():
+        own = [log for log, other in zip(logs, s.turn.tolist(), strict=True) if other == turn]
+        found.append(min(math.exp(math.fsum(own)), grown(len(own), length)))
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def _clipped(ratio: Tensor, a: float, low: float, high: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,31 @@ def _spans(start: int, end: int, step: int) -> tuple[VersionSpan, ...]:
     return tuple(span for span in spans if span.start < span.end)
 
 
+def in_turns(batch: Batch) -> Batch:
+    """The answers of ``make_batch`` cut into turns: before and after a tool's output, and the rest in its middle, where
+    no observation stands between two turns."""
+    groups = [replace(g, trajectories=tuple(map(_in_turns, g.trajectories))) for g in batch.groups]
+    return replace(batch, groups=tuple(groups))
+
+
+def _in_turns(trajectory: Trajectory) -> Trajectory:
+    start, end = trajectory.prompt_length, len(trajectory.tokens)
+    tool = [start + 3, start + 5] if end - start > 6 else []
+    cuts = [start, *tool, (end + (tool or [start])[-1]) // 2, end]
+    ranges = [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b and [a, b] != tool]
+    spans = [span for turn in trajectory.turns for span in turn.spans]
+    turns = [
+        Turn(
+            a,
+            b,
+            "stop",
+            tuple(VersionSpan(max(a, s.start), min(b, s.end), s.version) for s in spans if s.start < b and a < s.end),
+        )
+        for a, b in ranges
+    ]
+    return replace(trajectory, turns=tuple(turns))
+
+
 @dataclass
 class Oracle:
     """One step of the method, from materialised per-trajectory gradients in fp64."""
@@ -200,6 +225,8 @@ class Oracle:
     loss: float
     log_ratios: torch.Tensor
     mismatch: torch.Tensor  # |log pi - log mu| of every token that the version before the step sampled
+    noise: torch.Tensor  # log pi - log mu of the same
+    lengths: torch.Tensor  # sampled tokens of every trajectory
     norms: torch.Tensor
     baselines: torch.Tensor
     ess: float
@@ -216,7 +243,7 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
     names = {n: p for n, p in model.named_parameters()}
     rows = [(g, t) for g, group in enumerate(batch.groups) for t in group.trajectories]
     n = len(rows)
-    ratios, grads, scaled, mismatch, entropies = [], [], [], [], []
+    ratios, grads, scaled, noise, entropies, lengths = [], [], [], [], [], []
     for _, t in rows:
         ids = torch.tensor(t.tokens[None].astype(np.int64))
         if t.routed_experts is not None:
@@ -227,8 +254,9 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
         entropies += (-(logs.exp() * logs).sum(-1)[mask]).tolist()
         ratios.append((logp[mask] - torch.tensor(t.behavior_logprobs[1:]).double()[mask]).sum().item())
         current = [turn.spans[-1].start for turn in t.turns][-1]  # no tokens after the last span of the last turn
-        apart = (logp - torch.tensor(t.behavior_logprobs[1:]).double()).abs()
-        mismatch += apart[current - 1 :][mask[current - 1 :]].tolist()
+        apart = logp - torch.tensor(t.behavior_logprobs[1:]).double()
+        noise += apart[current - 1 :][mask[current - 1 :]].tolist()
+        lengths.append(float(mask.sum()))
         mean = logp[mask].sum() / mask.sum() / n
         scaled.append(mean.item())
         grads.append(torch.autograd.grad(mean, list(names.values())))
@@ -262,12 +290,24 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
         decay = config.optimizer.weight_decay if parameter.dim() > 1 else 0.0
         moved = parameter.detach() * (1 - rate * decay)
         after[name] = moved - rate * g / (g.abs() + config.optimizer.eps)  # Adam's first step
-    apart = torch.tensor(mismatch, dtype=torch.float64)
+    apart = torch.tensor(noise, dtype=torch.float64)
     # biases that choose experts have no gradient, and training leaves them alone
     after |= {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
     entropy = float(np.mean(entropies))
     return Oracle(
-        loss, log_ratios, apart, norms, baselines, ess, rate, norm, entropy, _by_expert(total), _by_expert(after)
+        loss,
+        log_ratios,
+        apart.abs(),
+        apart,
+        torch.tensor(lengths, dtype=torch.float64),
+        norms,
+        baselines,
+        ess,
+        rate,
+        norm,
+        entropy,
+        _by_expert(total),
+        _by_expert(after),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from tests.messages import assert_names
 from tests.slow import Made, matrix
+from vcpo_megatron.algorithm.noise import noise_ess_ratio
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.observability.metrics import METRICS
 from vcpo_megatron.types import Batch
@@ -195,6 +196,9 @@ def assert_equals_the_oracle(outcome: dict[str, Any], oracle: Oracle) -> None:
     assert metrics["mismatch/tokens"] == len(oracle.mismatch)
     assert metrics["mismatch/mean"] == pytest.approx(float(oracle.mismatch.mean()), abs=1e-5)
     assert metrics["mismatch/max"] == pytest.approx(float(oracle.mismatch.max()), abs=2e-5)
+    on_policy = noise_ess_ratio(oracle.lengths * oracle.noise.var(correction=0))
+    assert metrics["ess/ratio_on_policy"] == pytest.approx(on_policy, rel=1e-4)
+    assert metrics["kl/behavior_trajectory"] == pytest.approx(-float(oracle.log_ratios.mean()), abs=2e-5)
     # A sum of terms of both signs of about 1, each with its baseline: it can be no nearer than they are.
     assert metrics["loss"] == pytest.approx(oracle.loss, rel=0, abs=2e-5)
     assert metrics["ess/ratio"] == pytest.approx(oracle.ess, rel=5e-6)
@@ -397,6 +401,9 @@ def test_checkpoint_is_free_of_the_layout(name: str, models: dict[tuple[str, boo
         for metric in ("loss", "ess/ratio", "grad_norm/total", "lr/effective"):
             expected = saved["result"].metrics[metric]
             assert again["result"].metrics[metric] == pytest.approx(expected, rel=1e-4), (case, metric)
+        # of the tokens of both steps: what those of the first said is in the checkpoint
+        noise = [outcome["result"].metrics["ess/ratio_on_policy"] for outcome in (again, saved)]
+        assert noise[0] == noise[1] if case == saved_by else noise[0] == pytest.approx(noise[1], rel=1e-5), case
         for key, parameter in again["parameters"].items():
             difference = (parameter - saved["parameters"][key]).abs().max()
             assert difference == 0 if case == saved_by else difference < 1e-3, (case, key)

@@ -349,6 +349,7 @@ class FakeLearner(threading.Thread):
         self.moves: Callable[[int], float] | None = None  # log-probs of the probe, by version
         self.ess_ratio = 1.0
         self.first_ess_ratio: float | None = None
+        self.on_policy_ratio: float | None = None
         self.values: dict[str, str | None] = {}  # of the configuration, for manifests
         self._synced = threading.Event()
         self._synced.set()
@@ -438,6 +439,8 @@ class FakeLearner(threading.Thread):
         ess_ratio = self.ess_ratio if first is None else first
         metrics = {"loss": 0.5, "ess/ratio": ess_ratio, "time/forward_backward": 0.1}
         metrics["weight/mean"] = 0.0 if vanished else 1.0
+        if self.on_policy_ratio is not None:
+            metrics["ess/ratio_on_policy"] = self.on_policy_ratio
         client.send(StepDone(StepResult(batch.step, self.version, skipped, metrics, results)))
         self._weights(client)
 

@@ -77,7 +77,7 @@ def test_the_page_has_exactly_the_keys_there_are() -> None:
         ("optimizer.lr", "number above 0", "`1e-06`", "yes"),
         ("optimizer.betas", "2 numbers", "`[0.9, 0.999]`", ""),
         ("algorithm.is_threshold", "number above 0, or inf", "`8.0`", ""),
-        ("algorithm.is_level", '`"sequence"`, `"token"`, `"none"`', "by method", ""),
+        ("algorithm.is_level", '`"sequence"`, `"turn"`, `"token"`, `"none"`', "by method", ""),
         ("algorithm.base_ess_ratio", 'number or `"auto"`', "`1.0`", ""),
         ("staleness.adaptive_ess", "number above 0 and below 1", "`0.5`", "yes"),
         ("staleness.max_staleness", "integer at least 0", "`4`", "yes"),

@@ -79,6 +79,16 @@ def test_trajectory_derives_its_numbers_from_mask_and_spans() -> None:
     assert trajectory.info == {}
 
 
+def test_every_sampled_token_is_in_a_turn() -> None:
+    assert Trajectory(**fields()).turn_of_token.tolist() == [-1, -1, 0, 0, 0, -1, 1]
+    first, second = fields()["turns"]
+    with pytest.raises(ValueError, match="7/3.*position 6"):
+        _ = Trajectory(**fields(turns=(first,))).turn_of_token
+    # an observation need not be in one, and may be
+    longer = dataclasses.replace(first, end=6)
+    assert Trajectory(**fields(turns=(longer, second))).turn_of_token.tolist() == [-1, -1, 0, 0, 0, 0, 1]
+
+
 def test_group_spans_its_members() -> None:
     one = (Turn(2, 7, "stop", (VersionSpan(2, 7, PolicyVersion(1, 9)),)),)
     group = Group(7, "p", (Trajectory(**fields()), Trajectory(**fields(turns=one))))

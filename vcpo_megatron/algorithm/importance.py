@@ -2,6 +2,9 @@
 
     l_i = sum over sampled tokens t of (log pi_theta(t) - log mu(t)),    w_i = min(exp(l_i), c)
 
+A weight may also be that of a part: of a token, or of a turn (the tokens of one answer of a server), whose log ratio is
+the sum over its own tokens.
+
 Prompt and tool-output tokens carry no behaviour log-prob, and a masked log-prob may be anything
 (-inf, nan, garbage of a padded row): masked positions are replaced by zero before any arithmetic,
 so that neither their value nor their gradient can reach a sum. A weight is formed as
@@ -87,14 +90,28 @@ def log_ratios(policy_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor,
     return segment_sum(token_log_ratios(policy_logprobs, behavior_logprobs, mask), mask, segment_ids, n)
 
 
-def truncated_log_weights(log_ratio: Tensor, threshold: float) -> Tensor:
-    """min(l, log c), elementwise, dtype and shape of ``log_ratio``; nan stays nan.
+def threshold_growth(tokens: Tensor, reference: int | None) -> Tensor:
+    """max(1, sqrt(L / L_ref)), the factor on log c by the length of what is weighted: float64, shape of ``tokens``.
 
-    ``threshold`` is c > 0 (``is_threshold``); infinity leaves l untouched. Raises ValueError otherwise.
+    tokens     L, sampled tokens of an answer or a turn
+    reference  L_ref > 0 (``is_threshold_length``), up to which c is c; None: 1 at every length
+
+    Independent noise of tokens has a standard deviation of sqrt(L) times theirs in a log ratio: a bound on the weight
+    that stands still truncates more and more of what is noise alone.
+    """
+    tokens = tokens.double()
+    return torch.ones_like(tokens) if reference is None else (tokens / reference).sqrt().clamp(min=1.0)
+
+
+def truncated_log_weights(log_ratio: Tensor, threshold: float, growth: Tensor | float = 1.0) -> Tensor:
+    """min(l, k log c), elementwise, dtype and shape of ``log_ratio``; nan stays nan.
+
+    ``threshold`` is c > 0 (``is_threshold``); infinity leaves l untouched. Raises ValueError otherwise. ``growth`` is
+    k, that of ``threshold_growth``.
     """
     if not threshold > 0:
         raise ValueError(f"is_threshold = {threshold}: weights are truncated at a positive value")
-    return torch.clamp(log_ratio, max=math.log(threshold))
+    return torch.clamp(log_ratio, max=math.log(threshold) * growth)
 
 
 def truncated_weights(log_ratio: Tensor, threshold: float) -> Tensor:
@@ -102,10 +119,10 @@ def truncated_weights(log_ratio: Tensor, threshold: float) -> Tensor:
     return truncated_log_weights(log_ratio, threshold).exp()
 
 
-def masked_log_weights(log_ratio: Tensor, threshold: float) -> Tensor:
-    """l where exp(l) <= c, else -inf: masked importance sampling, which drops what it cannot trust
+def masked_log_weights(log_ratio: Tensor, threshold: float, growth: Tensor | float = 1.0) -> Tensor:
+    """l where l <= k log c, else -inf: masked importance sampling, which drops what it cannot trust
     (sequence-level MIS; Liu et al. 2025, "When speed kills stability")."""
-    return log_ratio.masked_fill(log_ratio > truncated_log_weights(log_ratio, threshold), -math.inf)
+    return log_ratio.masked_fill(log_ratio > truncated_log_weights(log_ratio, threshold, growth), -math.inf)
 
 
 def band_log_weights(log_ratio: Tensor, low: float, high: float) -> Tensor:
@@ -114,17 +131,19 @@ def band_log_weights(log_ratio: Tensor, low: float, high: float) -> Tensor:
     return log_ratio.masked_fill((log_ratio < lower) | (log_ratio > math.log(high)), -math.inf)
 
 
-def log_weights(kind: str, log_ratio: Tensor, threshold: float, low: float, high: float) -> Tensor:
+def log_weights(
+    kind: str, log_ratio: Tensor, threshold: float, low: float, high: float, growth: Tensor | float = 1.0
+) -> Tensor:
     """log w of log ratios [n] or [T] for a method's ``weights``: truncated | masked | band. ValueError for another."""
     if kind not in LOG_WEIGHTS:
         raise ValueError(f"weights = {kind!r}: expected one of {', '.join(LOG_WEIGHTS)}")
-    return LOG_WEIGHTS[kind](log_ratio, threshold, low, high)
+    return LOG_WEIGHTS[kind](log_ratio, threshold, low, high, growth)
 
 
-LOG_WEIGHTS: Mapping[str, Callable[[Tensor, float, float, float], Tensor]] = {
-    "truncated": lambda x, threshold, low, high: truncated_log_weights(x, threshold),
-    "masked": lambda x, threshold, low, high: masked_log_weights(x, threshold),
-    "band": lambda x, threshold, low, high: band_log_weights(x, low, high),
+LOG_WEIGHTS: Mapping[str, Callable[[Tensor, float, float, float, Tensor | float], Tensor]] = {
+    "truncated": lambda x, threshold, low, high, growth: truncated_log_weights(x, threshold, growth),
+    "masked": lambda x, threshold, low, high, growth: masked_log_weights(x, threshold, growth),
+    "band": lambda x, threshold, low, high, growth: band_log_weights(x, low, high),
 }
 
 

@@ -54,6 +54,11 @@ class MethodPreset:
         return self.surrogate == "weighted"
 
     @property
+    def weighs_parts(self) -> bool:
+        """True when weights are of parts of a trajectory, tokens or turns, and so inside the norm of its gradient."""
+        return self.is_level in ("token", "turn")
+
+    @property
     def bounded(self) -> bool:
         """True when ``ratio_low`` and ``ratio_high`` have an effect."""
         return self.surrogate in BOUNDED_SURROGATES or (self.weights == "band" and self.is_level != "none")

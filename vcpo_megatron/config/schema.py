@@ -108,11 +108,17 @@ class AlgorithmConfig(Section):
     baseline: Literal["opob", "opob_leave_one_out", "group_mean", "leave_one_out", "zero"] | None = Field(
         None, description="what is subtracted from a reward: opob is VCPO's variance-optimal baseline"
     )
-    is_level: Literal["sequence", "token", "none"] | None = Field(
-        None, description="importance weight of a whole answer, of every token, or none"
+    is_level: Literal["sequence", "turn", "token", "none"] | None = Field(
+        None, description="importance weight of a whole trajectory, of every turn, of every token, or none"
     )
     is_threshold: float = Field(
         8.0, gt=0, allow_inf_nan=True, description="weights are truncated at this value; inf: never"
+    )
+    is_threshold_length: int | None = Field(
+        None,
+        ge=1,
+        description="sampled tokens L_ref from which on the truncation grows with the length L of a trajectory or a "
+        "turn: log(is_threshold) times sqrt(L / L_ref); default: it does not grow",
     )
     ratio_low: float | None = Field(None, ge=0, description="lower bound of the ratio where the method has one")
     ratio_high: float | None = Field(
@@ -135,7 +141,9 @@ class AlgorithmConfig(Section):
     ess_rule: Literal["sqrt", "linear"] = Field("sqrt", description="p = 1/2, for Adam; or p = 1, for plain SGD")
     ess_weights: Literal["raw", "truncated"] = Field("raw", description="weights that enter the effective sample size")
     base_ess_ratio: float | Literal["auto"] = Field(
-        1.0, description="ESS ratio of a full step, above 0 and at most 1; auto: median of the first 5, on-policy steps"
+        1.0,
+        description="ESS ratio of a full step, above 0 and at most 1; auto: measured by 5 on-policy steps, then "
+        "followed by the noise of tokens of the current version and the lengths of the batch",
     )
     behavior_anchor: float = Field(
         0.0, ge=0, le=1e6, description="maximum likelihood on the behaviour's samples while ESS is low: its weight"

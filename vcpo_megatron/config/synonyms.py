@@ -306,7 +306,7 @@ _VALUES: dict[str, dict[str, str]] = {
         "none": "zero",
         "optimal": "opob",
     },
-    "algorithm.is_level": {"seq": "sequence", "trajectory": "sequence", "turn": "sequence", "off": "none"},
+    "algorithm.is_level": {"seq": "sequence", "trajectory": "sequence", "step": "turn", "off": "none"},
     "algorithm.loss_normalization": {
         "token-mean": "token_mean",
         "dapo": "token_mean",

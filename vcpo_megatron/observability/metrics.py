@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from .buckets import AGES, FEWEST, LENGTHS
+
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
@@ -65,6 +67,25 @@ class Metric:
     healthy: str = ""
     otherwise: str = ""
 
+
+_BY_AGE = {
+    bucket.key: Metric(
+        f"`ess/ratio` of those trajectories alone whose oldest token is {bucket.range} versions old; "
+        f"absent for fewer than {FEWEST}",
+        healthy="1 but for mismatch" if bucket.most == 0 else "at most that of younger ones",
+        otherwise="near 1/N: what is so old no longer counts; a smaller `staleness.max_staleness`",
+    )
+    for bucket in AGES
+}
+_BY_LENGTH = {
+    bucket.key: Metric(
+        f"`ess/ratio` of those trajectories alone that have {bucket.range} sampled tokens; "
+        f"absent for fewer than {FEWEST}",
+        healthy="at most that of shorter ones",
+        otherwise="falls with the length at any age: mismatch of learner and servers (method.md)",
+    )
+    for bucket in LENGTHS
+}
 
 #: Every key that a row of ``metrics.jsonl`` may hold. Counters ("rollouts/...") count trajectories since the start
 #: of the run, attempts before a resume included; everything else speaks of the one step of its row.
@@ -122,6 +143,17 @@ METRICS: Mapping[str, Metric] = {
         healthy="near `ess/ratio`",
         otherwise="far above it: a few weights beyond `algorithm.is_threshold` make the difference",
     ),
+    "ess/ratio_on_policy": Metric(
+        "the ratio that mismatch alone would give answers of these lengths, by the noise of tokens of the current "
+        "version; absent before the first one",
+        healthy="1 in float32; falls as answers grow",
+        otherwise=(
+            "`ess/ratio` is as low: mismatch of learner and servers, not staleness, takes the rate (method.md); "
+            '`base_ess_ratio = "auto"` divides by it'
+        ),
+    ),
+    **_BY_AGE,
+    **_BY_LENGTH,
     "ess/lr_scale": Metric(
         "factor on the learning rate: min(1, ratio / base_ess_ratio) ^ p",
         healthy="0.8 to 1",
@@ -132,7 +164,8 @@ METRICS: Mapping[str, Metric] = {
         healthy="follows the schedule",
     ),
     "weight/mean": Metric(
-        "mean of the truncated importance weights: of trajectories where is_level is sequence, else of sampled tokens",
+        "mean of the truncated importance weights: of trajectories where is_level is sequence, else of sampled tokens, "
+        "each with its own or its turn's",
         healthy="near 1, its expectation; less where `algorithm.is_threshold` truncates",
         otherwise=(
             "below 0.1, of which the log warns: the policy has left its data, or learner and servers disagree (see "
@@ -196,6 +229,13 @@ METRICS: Mapping[str, Metric] = {
         reducer="mean",
         healthy="0 to 0.1",
         otherwise="large although answers are young: look at `mismatch/mean`",
+    ),
+    "kl/behavior_trajectory": Metric(
+        "the same of whole trajectories: mean of -l_i",
+        unit="nats",
+        reducer="mean",
+        healthy="below 0.7; grows with the lag, and with the length of answers",
+        otherwise="above 1: the policy has left its data, whatever `ess/ratio` says; lower `optimizer.lr`",
     ),
     "mismatch/mean": Metric(
         "mean |log pi - log mu| over trained tokens that the version before the step sampled",

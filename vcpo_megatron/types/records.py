@@ -66,7 +66,8 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer of a rollout server: positions [start, end) were sampled in it.
+    """One answer of a rollout server: positions [start, end) were sampled in it. A generation that was aborted and
+    taken up again is one answer still.
 
     ``finish_reason`` is "stop", "length" or "abort". ``spans`` tile [start, end) without gaps.
     """
@@ -141,6 +142,17 @@ class Trajectory:
                 if span.version.number == version:
                     found[span.start : span.end] = True
         return found & self.loss_mask
+
+    @property
+    def turn_of_token(self) -> np.ndarray:
+        """int64 [L]: number of the turn that each token is in, -1 outside of all; ValueError where one of those was
+        sampled, since it would have no weight."""
+        found = np.full(len(self.tokens), -1, np.int64)
+        for number, turn in enumerate(self.turns):
+            found[turn.start : turn.end] = number
+        if (outside := np.flatnonzero(self.loss_mask & (found < 0))).size:
+            raise ValueError(f"trajectory {self.uid}: the sampled token at position {outside[0]} is in no turn")
+        return found
 
     @property
     def sampled_by_version(self) -> tuple[tuple[int, int], ...]:

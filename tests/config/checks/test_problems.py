@@ -73,6 +73,13 @@ GOOD_LIMITS = [
         ("algorithm.opob_mode", "deferred"),
         ("algorithm.opob_accumulators", 2),
     ],
+    [("algorithm.is_level", "turn"), ("algorithm.is_threshold_length", 1)],
+    [("algorithm.method", "mis"), ("algorithm.is_threshold_length", 512)],
+    *(
+        [("algorithm.is_level", "turn"), ("algorithm.opob_mode", mode)]
+        for mode in ("accumulate", "deferred", "two_pass", "proxy")
+    ),
+    [("algorithm.method", "icepop"), ("algorithm.is_level", "turn")],
     [("algorithm.method", "m2po"), ("algorithm.second_moment", 0.1)],
     [("algorithm.method", "m2po_clip"), ("algorithm.second_moment", 0.1)],
     [("algorithm.opob_weights", "truncated"), ("algorithm.opob_accumulator_dtype", "bfloat16")],
@@ -128,6 +135,17 @@ BAD = [
     ([("algorithm.method", "rloo")], 'algorithm.method = "rloo"'),
     ([("algorithm.method", "gspo"), ("algorithm.baseline", "opob")], 'algorithm.baseline = "opob"'),
     ([("algorithm.method", "grpo"), ("algorithm.is_level", "token")], 'algorithm.is_level = "token"'),
+    ([("algorithm.method", "gspo"), ("algorithm.is_level", "turn")], 'algorithm.is_level = "turn"'),
+    *(
+        ([*keys, ("algorithm.is_threshold_length", 512)], "algorithm.is_threshold_length = 512")
+        for keys in (
+            [("algorithm.is_level", "token")],
+            [("algorithm.is_threshold", 1.0)],
+            [("algorithm.is_threshold", float("inf"))],
+            [("algorithm.method", "decoupled_ppo")],
+            [("algorithm.method", "icepop"), ("algorithm.is_level", "turn")],
+        )
+    ),
     ([("algorithm.method", "grpo"), ("algorithm.ratio_low", 1.5)], "algorithm.ratio_low = 1.5"),
     ([("algorithm.baseline", "opob_leave_one_out")], 'algorithm.baseline = "opob_leave_one_out"'),
     (
@@ -148,6 +166,10 @@ BAD = [
     ([("algorithm.method", "grpo"), ("algorithm.opob_mode", "deferred")], 'algorithm.opob_mode = "deferred"'),
     (
         [("algorithm.is_level", "token"), ("algorithm.opob_weights", "truncated")],
+        'algorithm.opob_weights = "truncated"',
+    ),
+    (
+        [("algorithm.is_level", "turn"), ("algorithm.opob_weights", "truncated")],
         'algorithm.opob_weights = "truncated"',
     ),
     ([("algorithm.opob_mode", "two_pass"), ("algorithm.opob_accumulators", 2)], "algorithm.opob_accumulators = 2"),

@@ -59,6 +59,33 @@ def test_tokens_of_the_learners_own_version_are_marked() -> None:
     assert found[5] == [False, False, True, False, False]
 
 
+def with_turns(one: Trajectory, *ends: int) -> Trajectory:
+    """Turns that end there, each begun by the end of the one before, the first by that of the prompt."""
+    starts = (one.prompt_length, *ends)
+    spans = one.turns[0].spans
+    return replace(one, turns=tuple(Turn(a, b, "stop", spans) for a, b in zip(starts, ends, strict=False)))
+
+
+def test_turns_are_numbered_over_the_pack() -> None:
+    first = with_turns(trajectory([5, 6, 7, 8, 9, 10], 2), 3, 6)  # tokens 7 | 8 9 10
+    first.loss_mask[3] = False
+    samples = [Sample(0, 0, first), Sample(1, 0, trajectory([1, 2, 3], 1, sample=1))]
+    pack = make_pack(samples, Share(multiple=10), torch.device("cpu"))
+    # labels 6 7 8 9 10 | 2 3 and padding; the first is of the prompt
+    assert pack.turns.tolist() == [3, 0, 1, 1, 1, 2, 2, 3, 3, 3]
+    assert pack.turn_tokens.tolist() == [1, 2, 2]
+    empty = make_pack([], Share(multiple=2), torch.device("cpu"), group=0)
+    assert empty.turns.tolist() == [0, 0] and empty.turn_tokens.tolist() == []
+
+
+def test_a_turn_that_context_ranks_share_has_one_number() -> None:
+    one = with_turns(trajectory([5, 6, 7, 8, 9, 10, 11], 1), 5, 7)  # tokens 6 7 8 9 | 10 11, and two of padding
+    ranks = [make_pack([Sample(0, 0, one)], Share(rank, 2), torch.device("cpu")) for rank in (0, 1)]
+    assert [pack.labels.tolist() for pack in ranks] == [[6, 7, 0, 0], [8, 9, 10, 11]]
+    assert [pack.turns.tolist() for pack in ranks] == [[0, 0, 2, 2], [0, 0, 1, 1]]
+    assert [pack.turn_tokens.tolist() for pack in ranks] == [[4, 2], [4, 2]]
+
+
 def test_context_ranks_hold_the_first_and_the_last_chunks() -> None:
     samples = [Sample(4, 1, trajectory([5, 6, 7, 8, 9, 10], 1)), Sample(5, 1, trajectory([11, 12], 1))]  # costs 5 and 1
     first, second = (make_pack(samples, Share(rank, 2, 2), torch.device("cpu")) for rank in (0, 1))

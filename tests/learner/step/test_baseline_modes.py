@@ -94,6 +94,7 @@ LOG_RATIOS = (0.0, 3.0, -1.0)
         ({"method": "vcpo"}, (0.0, 3.0, -1.0)),
         ({"method": "vcpo", "opob_weights": "truncated", "is_threshold": 8.0}, (0.0, math.log(8), -1.0)),
         ({"method": "vcpo", "is_level": "token"}, (0.0, 0.0, 0.0)),
+        ({"method": "vcpo", "is_level": "turn"}, (0.0, 0.0, 0.0)),
         ({"method": "vcpo", "is_level": "none"}, (0.0, 0.0, 0.0)),
     ],
 )

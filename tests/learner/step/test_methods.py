@@ -5,7 +5,10 @@ Cases that share a world size share one launch, which stays up.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,8 @@ from vcpo_megatron.config.methods import METHODS
 from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.types import Batch
 
-from ..oracles import OBJECTIVES, WHOLE_BATCH, Policy, sequence_weighted
-from ..scenarios import make_batch, make_config, make_model_folder
+from ..oracles import OBJECTIVES, WHOLE_BATCH, Policy, Sample, grown, sequence_weighted, token_weights, turn_weights
+from ..scenarios import in_turns, make_batch, make_config, make_model_folder
 from ..world import run_world
 
 RULES = ("sequence_token_mean", "token_mean", "sequence_token_sum", "constant")
@@ -38,6 +41,7 @@ class Case:
     far: bool = False  # log ratios that close clips
     binary: bool = False  # rewards 0 and 1: trajectories that share a reward share a weight gradient
     unit: float = 1.0  # of rewards
+    turns: bool = False  # answers of several turns
     anchor: float = 0.0  # in the second of two steps on one batch, at a learning rate that moves nothing
 
 
@@ -89,6 +93,31 @@ for _name, _ranks, _keys, _parallel in (
     ("two_pass token weights tp2", 2, {"is_level": "token", "opob_mode": "two_pass"}, {"tensor": 2}),
 ):
     CASES[f"{_name} anchored"] = Case(_ranks, _keys, _parallel, pack=1000, anchor=0.5)
+for _name, _ranks, _keys, _parallel in (
+    ("accumulate", 1, {}, {}),
+    ("accumulate tp2", 2, {}, {"tensor": 2}),
+    ("accumulate pp2", 2, {}, {"pipeline": 2}),
+    ("accumulate cp2", 2, {}, {"context": 2}),
+    ("accumulate dp2", 2, {}, {}),
+    ("deferred", 1, {"opob_mode": "deferred"}, {}),
+    ("deferred cp2", 2, {"opob_mode": "deferred"}, {"context": 2}),
+    ("deferred pp2", 2, {"opob_mode": "deferred"}, {"pipeline": 2}),
+    ("two_pass tp2", 2, {"opob_mode": "two_pass"}, {"tensor": 2}),
+    ("two_pass leave-one-out dp2", 2, {"opob_mode": "two_pass", "baseline": "opob_leave_one_out"}, {}),
+    ("plain", 1, {"method": "tis_token"}, {}),
+    ("plain cp2", 2, {"method": "tis_token"}, {"context": 2}),
+):
+    _case = Case(_ranks, {"is_level": "turn", **_keys}, _parallel, pack=1000, turns=True)
+    CASES[f"{_name} turn weights"] = _case
+    # far: some turns are truncated, at bounds that differ
+    _grown = {**_case.algorithm, "is_threshold_length": 2}
+    CASES[f"{_name} turn weights, growing bound"] = replace(_case, algorithm=_grown, far=True)
+    CASES[f"{_name} turn weights anchored"] = replace(_case, anchor=0.5)
+for _name, _layout in (("", "single"), ("pp2 ", "pp2"), ("dp2 ", "dp2")):
+    _keys = {"is_threshold_length": 2}
+    CASES[f"{_name}growing bound"] = Case(LAYOUTS[_layout][0], _keys, LAYOUTS[_layout][1], pack=1000, far=True)
+    _keys = {**_keys, "opob_weights": "truncated", "opob_mode": "deferred"}
+    CASES[f"{_name}growing bound in OPOB"] = Case(LAYOUTS[_layout][0], _keys, LAYOUTS[_layout][1], far=True)
 for _unit in (3e-12, 1e-13):
     CASES[f"rewards of {_unit:g} without std"] = Case(1, {"normalize_std": False}, pack=1000, binary=True, unit=_unit)
 for _rule in RULES:
@@ -103,17 +132,22 @@ for _method, _layout in (("m2po", "pp2"), ("p3o", "dp2"), ("p3o", "pp2"), ("gspo
 
 def _oracle(case: Case, model: Path, batch: Batch, config: RunConfig) -> tuple[dict[str, torch.Tensor], Policy]:
     policy = Policy(model, batch)
-    preset = config.algorithm.preset
+    preset, length = config.algorithm.preset, config.algorithm.is_threshold_length or math.inf
+    weigh: Any = {"token": token_weights, "turn": partial(turn_weights, length=length)}.get(preset.is_level)
+    objective: Any = partial(sequence_weighted, length=length)
     policy.normalize(preset.loss_normalization)
     if preset.needs_norms:
-        sequence = preset.is_level == "sequence"
-        policy.opob(preset.baseline == "opob_leave_one_out", sequence, preset.normalize_std)
-        objective = sequence_weighted if sequence else OBJECTIVES["tis_token"][3](policy.samples)
+        bound: dict[str, Any] = {}
+        if config.algorithm.opob_weights == "truncated":
+            bound = {"bound": lambda s: grown(len(s.logp), length)}
+        policy.opob(preset.baseline == "opob_leave_one_out", preset.normalize_std, weigh, **bound)
     else:
         baseline, std, rule, form = OBJECTIVES[config.algorithm.method]
         policy.normalize(case.algorithm.get("loss_normalization", rule))
         policy.advantages(baseline, std)
         objective = form(policy.samples)
+    if weigh is not None and preset.weights == "truncated":
+        objective = lambda s: weigh(s) * s.advantage * s.logp  # noqa: E731
     loss = policy.loss(objective, whole_batch=config.algorithm.method in WHOLE_BATCH)
     if case.anchor:
         loss = loss + case.anchor * (1 - policy.ess()) * policy.loss(lambda s: s.logp)
@@ -136,6 +170,11 @@ DEFAULT = (
     "deferred token weights anchored",
     "rewards of 3e-12 without std",
     "tp2 anchored",
+    "accumulate turn weights",
+    "accumulate cp2 turn weights",
+    "deferred turn weights, growing bound",
+    "plain turn weights anchored",
+    "growing bound in OPOB",
     "token_mean opob",
     "sequence_token_sum opob whole groups dp2",
     "constant plain dp2",
@@ -179,7 +218,7 @@ def assert_gradients(outcome: dict[str, Any], expected: dict[str, torch.Tensor],
 def test_gradient_equals_the_oracle(name: str, models: dict[tuple[str, bool], Path], batches: dict[Any, Batch]) -> None:
     case = CASES[name]
     model, batch = models[case.family, case.tied], batches[(case.family, case.tied), case.far, case.binary]
-    batch = in_units(batch, case.unit)
+    batch = in_turns(in_units(batch, case.unit)) if case.turns else in_units(batch, case.unit)
     config = make_config(
         model,
         case.ranks,
@@ -252,6 +291,20 @@ def test_the_far_batch_closes_clips(models: dict[tuple[str, bool], Path]) -> Non
         assert 0 < outside < len(ratios)
 
 
+def test_the_far_batch_truncates_turns_and_its_bound_grows(models: dict[tuple[str, bool], Path]) -> None:
+    model = models["qwen2", False]
+    samples = Policy(model, in_turns(make_batch(model, spread=6.0))).samples
+    turns = [set(s.turn.tolist()) for s in samples]
+    assert max(map(len, turns)) == 3 and min(map(len, turns)) == 1
+    plain, grows, alone = (
+        torch.cat([weigh(s) for s in samples])
+        for weigh in (turn_weights, partial(turn_weights, length=2), token_weights)
+    )
+    assert 0 < int((plain == 8.0).sum()) < len(plain) / 2
+    assert int((grows > 8.0).sum()) > 0 and len(set(grows[grows > 8.0].tolist())) > 3
+    assert int((plain != alone).sum()) > len(plain) / 2
+
+
 @pytest.mark.timeout(900)
 def test_regularizers_accumulators_and_proxy(models: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
     """KL to other weights and entropy equal autograd's and are in no norm; bf16 sums say their error."""
@@ -321,22 +374,41 @@ def test_regularizers_accumulators_and_proxy(models: dict[tuple[str, bool], Path
             assert_gradients(results[-1], alone, tolerance=1e-2)
 
 
-def _check_proxy(policy: Policy, outcome: dict[str, Any]) -> None:
-    """Baselines from sum_t |onehot - p|^2 / T^2, formed here from plain softmaxes; the gradient that goes with them."""
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("ranks", "kind"), matrix([(1, "single"), (2, "tensor"), (2, "context")], [(1, "single")]))
+def test_the_proxy_has_the_weights_of_turns_in_its_norms(
+    ranks: int, kind: str, models: dict[tuple[str, bool], Path]
+) -> None:
+    model = models["qwen2", False]
+    batch = in_turns(make_batch(model, spread=6.0))
+    algorithm = {"opob_mode": "proxy", "is_level": "turn"}
+    config = make_config(model, ranks, parallel={kind: 2} if ranks == 2 else {}, algorithm=algorithm)
+    (outcome,) = run_world(ranks, "learner.run_layouts:one_step_each", {"cases": [(config, [batch])]})
+    policy = Policy(model, batch)
+    policy.normalize("sequence_token_mean")
+    _check_proxy(policy, outcome, turn_weights)
+
+
+def _check_proxy(
+    policy: Policy, outcome: dict[str, Any], weigh: Callable[[Sample], torch.Tensor] | None = None
+) -> None:
+    """Baselines from sum_t |onehot - p|^2 / T^2, formed here from plain softmaxes; the gradient that goes with them.
+    ``weigh`` gives weights of tokens, where they are of parts of an answer."""
     rows = outcome["results"][-1].trajectories
     assert all(row.grad_norm != row.grad_norm for row in rows)  # no exact norm is claimed
     for group, first in zip(policy.groups(), range(0, 16, 4), strict=True):
         rewards = torch.tensor([s.reward for s in group], dtype=torch.float64)
         if len(set(rewards.tolist())) == 1:
             continue
-        shares = [
-            float(2 * (s.logp - s.mu).sum().detach()) + float((s.coefficient**2 * s.score_squares.sum()).log())
-            for s in group
-        ]
+        weights = [torch.ones(()) if weigh is None else weigh(s) for s in group]
+        squares = [s.coefficient**2 * (w**2 * s.score_squares).sum() for s, w in zip(group, weights, strict=True)]
+        logs = [float((s.logp - s.mu).sum().detach()) if weigh is None else 0.0 for s in group]
+        shares = [2 * log + float(square.log()) for log, square in zip(logs, squares, strict=True)]
         b = float((torch.softmax(torch.tensor(shares, dtype=torch.float64), 0) * rewards).sum())
         for row in rows[first : first + 4]:
             assert row.baseline == pytest.approx(b, abs=2e-5)
         std = float(np.std([s.reward for s in group]))
         for s in group:
             s.advantage = (s.reward - b) / std
-    assert_gradients(outcome, policy.gradient(policy.loss(sequence_weighted)))
+    objective = sequence_weighted if weigh is None else (lambda s: weigh(s) * s.advantage * s.logp)
+    assert_gradients(outcome, policy.gradient(policy.loss(objective)))

@@ -16,7 +16,7 @@ from vcpo_megatron.learner.batch.packing import Pack, Sample, Share, make_pack
 from vcpo_megatron.learner.step.batch_state import BatchState, SampleNumbers
 from vcpo_megatron.learner.step.objective import Objective
 
-from ..batch.test_packing import trajectory
+from ..batch.test_packing import trajectory, with_turns
 
 FP32 = torch.finfo(torch.float32).max
 #: One group: advantages above 0, of 0 and below 0.
@@ -61,7 +61,13 @@ def test_trajectories_of_one_reward_share_a_ratio_whatever_its_size(size: float)
 
 
 #: Keys beside the preset's own.
-GIVEN: tuple[dict[str, Any], ...] = ({}, {"is_threshold": math.inf}, {"ratio_high": math.inf}, {"baseline": "zero"})
+GIVEN: tuple[dict[str, Any], ...] = (
+    {},
+    {"is_threshold": math.inf},
+    {"ratio_high": math.inf},
+    {"baseline": "zero"},
+    {"is_level": "turn", "is_threshold": math.inf},
+)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -90,7 +96,54 @@ def _check_far_away(method: str, given: dict[str, Any], far: float) -> None:
         assert found.view(3, 3)[:, 0].tolist() == near.view(3, 3)[:, 0].tolist()
 
 
-@pytest.mark.parametrize("level", ["sequence", "token"])
+def turns_of(pack: Pack, ends: list[tuple[int, ...]]) -> list[Sample]:
+    """The pack's samples with turns that end at these of their tokens."""
+    return [replace(s, trajectory=with_turns(s.trajectory, *e)) for s, e in zip(pack.samples, ends, strict=True)]
+
+
+def test_a_turn_has_one_weight_by_its_own_tokens() -> None:
+    """Answers of 3 and 2 tokens in turns of 1 and 2, and of 2 tokens; those of the second turn are bounded by 8."""
+    logs = [[math.log(0.5), 1.0, 2.0], [math.log(2.0), math.log(3.0)]]
+    objective, _, pack, policy = scene({"is_level": "turn"}, logs, (1.0, 0.0))
+    pack = make_pack(turns_of(pack, [(2, 4), (3,)]), Share(multiple=8), torch.device("cpu"))
+    policy = torch.cat([policy.double(), torch.full((3,), math.nan).double()])  # padding
+    assert objective.token_weights(pack, policy)[:5].tolist() == pytest.approx([0.5, 8.0, 8.0, 6.0, 6.0], rel=1e-6)
+    # log 8 grows by sqrt(2) for turns of two tokens
+    grown, *_ = scene({"is_level": "turn", "is_threshold_length": 1}, logs, (1.0, 0.0))
+    found = grown.token_weights(pack, policy)[:5]
+    assert found.tolist() == pytest.approx([0.5, *[8.0 ** math.sqrt(2)] * 2, 6.0, 6.0], rel=1e-6)
+    assert 8.0 ** math.sqrt(2) < math.exp(3)
+    whole, *_ = scene({"is_level": "turn", "is_threshold": math.inf}, logs, (1.0, 0.0))
+    assert whole.token_weights(pack, policy)[1] == pytest.approx(math.exp(3), rel=1e-6)
+
+
+def test_a_turn_that_context_ranks_share_has_the_weight_of_all_its_tokens() -> None:
+    """Two ranks, each with a part of the first turn's tokens: log ratios 1, 2 | -.5, -.5 and the second turn's. The
+    first part alone would be truncated."""
+    logs = [1.0, 2.0, -0.5, -0.5, 0.125, 0.125]
+    _, _, pack, _ = scene({}, [logs], (1.0,))
+    samples = turns_of(pack, [(5, 7)])
+    sums: list[torch.Tensor] = []
+
+    def weigh(rank: int, total: torch.Tensor | None) -> list[float]:
+        part = make_pack(samples, Share(rank, 2), torch.device("cpu"))
+        policy = part.behavior_logprobs + torch.tensor([*logs, 0.0, 0.0])[[[0, 1, 6, 7], [2, 3, 4, 5]][rank]]
+        objective = Objective(
+            AlgorithmConfig.model_validate({"is_level": "turn"}),
+            lambda own: (sums.append(own), own if total is None else total)[1],
+        )
+        return objective.token_weights(part, policy.double()).tolist()
+
+    apart = [weigh(rank, None) for rank in (0, 1)]
+    total = sums[0] + sums[1]
+    assert total.tolist() == pytest.approx([2.0, 0.25])
+    first, second = math.exp(2.0), math.exp(0.25)
+    assert weigh(0, total) == pytest.approx([first, first, 1.0, 1.0])
+    assert weigh(1, total) == pytest.approx([first, first, second, second])
+    assert apart[0][0] == pytest.approx(8.0)  # what a rank would take for the weight alone
+
+
+@pytest.mark.parametrize("level", ["sequence", "turn", "token"])
 def test_an_advantage_of_0_is_0_under_a_weight_without_bound(level: str) -> None:
     keys = {"method": "tis_sequence", "is_level": level, "is_threshold": math.inf}
     objective, state, pack, policy = scene(keys, [[800.0], [800.0], [-800.0]])
@@ -118,13 +171,13 @@ def test_no_weight_multiplies_the_anchor(method: str) -> None:
 def test_where_the_anchor_is_a_term_of_its_own() -> None:
     """One coefficient a trajectory multiplies gradients that hold the tokens' weights: the anchor is not in it."""
     logs = [[-1.0], [0.5], [0.0]]
-    for level, own in (("token", True), ("sequence", False), ("none", False)):
+    for level, own in (("token", True), ("turn", True), ("sequence", False), ("none", False)):
         objective, state, pack, policy = scene(
             {"method": "tis_token", "is_level": level, "behavior_anchor": 0.5}, logs, previous_ess=0.5
         )
         assert objective.has_token_anchor(state) is own
         numbers, log_ratio = known(state, pack)
-        plain = objective.sequence_weights(log_ratio) * objective.advantages(numbers)
+        plain = objective.sequence_weights(log_ratio, numbers.threshold_growth) * objective.advantages(numbers)
         rest = objective.trajectory_coefficients(numbers, log_ratio) - plain
         assert rest.tolist() == pytest.approx([0.0 if own else 0.25] * 3)
         assert objective.token_anchor(numbers, pack, policy).tolist() == [0.25] * 3

@@ -332,7 +332,7 @@ def lags(pacer: Pacer, ratios: list[float]) -> list[int]:
     """Of steps on stale batches."""
     found = []
     for ratio in ratios:
-        pacer.observe(ratio, on_policy=False)
+        pacer.observe(ratio, on_policy=None)
         found.append(pacer.lag)
     return found
 
@@ -352,7 +352,7 @@ def test_it_grows_by_one_after_a_recovery() -> None:
 def test_it_rests_between_target_and_margin(ratio: float, lag: int) -> None:
     pacer = Pacer(4, 0.5)
     pacer.restore({"lag": 2, "on_policy": None, "average": ratio, "until_change": 0})
-    pacer.observe(ratio, on_policy=False)
+    pacer.observe(ratio, on_policy=None)
     assert pacer.lag == lag
 
 
@@ -360,20 +360,20 @@ def test_a_target_near_one_can_still_be_reached() -> None:
     """No ratio is above 1, whatever the margin over the target is."""
     pacer = Pacer(4, 0.95)
     pacer.restore({"lag": 2, "on_policy": None, "average": 1.0, "until_change": 0})
-    pacer.observe(1.0, on_policy=False)
+    pacer.observe(1.0, on_policy=None)
     assert pacer.lag == 3
 
 
 def test_a_ratio_above_the_on_policy_one_is_not_saved_up() -> None:
     pacer = Pacer(4, 0.5)
-    pacer.observe(0.25, on_policy=True)
-    pacer.observe(1.0, on_policy=False)
+    pacer.observe(0.25, on_policy=0.25)
+    pacer.observe(1.0, on_policy=None)
     assert pacer.state()["average"] == 1.0
 
 
 def test_what_is_not_finite_counts_as_none_and_the_state_comes_back() -> None:
     pacer = Pacer(6, 0.9)
-    pacer.observe(math.nan, on_policy=True)
+    pacer.observe(math.nan, on_policy=1.0)
     assert pacer.lag == 3
     other = Pacer(6, 0.9)
     other.restore(pacer.state())
@@ -392,23 +392,32 @@ def test_what_is_not_finite_counts_as_none_and_the_state_comes_back() -> None:
 def test_a_constant_mismatch_of_engine_and_learner_costs_no_lag(mismatch: float, target: float) -> None:
     """The on-policy ratio is ``mismatch``, and staleness adds nothing to it."""
     pacer = Pacer(8, target)
-    pacer.observe(mismatch, on_policy=True)  # a run's first batch
+    pacer.observe(mismatch, on_policy=mismatch)  # a run's first batch
     assert lags(pacer, [mismatch] * 40) == [8] * 40
     # staleness that takes more than the target allows is met as before, and the lag comes back
     assert lags(pacer, [mismatch * target * 0.8] * 60)[-1] == 0
     for _ in range(80):
-        pacer.observe(mismatch, on_policy=pacer.lag == 0)
+        pacer.observe(mismatch, on_policy=mismatch if pacer.lag == 0 else None)
     assert pacer.lag == 8
 
 
-def test_what_is_on_policy_is_measured_anew_where_the_lag_is_0() -> None:
-    """Answers grow, and the mismatch with them: the lag falls for it once, and comes back."""
+def test_what_is_on_policy_is_followed() -> None:
+    """Answers grow, and the mismatch with them: that is no reason for a smaller lag, where the learner says so."""
     pacer = Pacer(4, 0.8)
-    pacer.observe(1.0, on_policy=True)
+    for ratio in (1.0, 0.6, 0.1):
+        for _ in range(20):
+            pacer.observe(ratio, on_policy=ratio)
+            assert pacer.lag == 4
+
+
+def test_what_is_on_policy_is_known_anew_where_the_lag_is_0() -> None:
+    """The same, but no token of a lag is young enough to say so: it falls for it once, and comes back."""
+    pacer = Pacer(4, 0.8)
+    pacer.observe(1.0, on_policy=1.0)
     found = lags(pacer, [0.6] * 20)
     assert found[-1] == 0
     for _ in range(40):
-        pacer.observe(0.6, on_policy=pacer.lag == 0)
+        pacer.observe(0.6, on_policy=0.6 if pacer.lag == 0 else None)
     assert pacer.lag == 4 and lags(pacer, [0.6] * 40) == [4] * 40
 
 
@@ -418,7 +427,7 @@ def test_an_on_policy_run_is_never_kept_at_0_by_its_noise(target: float) -> None
     pacer = Pacer(1, target)
     pacer.restore({"lag": 0, "on_policy": 0.8, "average": 0.3, "until_change": 0})
     for _ in range(60):
-        pacer.observe(0.8 * rng.uniform(0.97, 1.03), on_policy=True)
+        pacer.observe(0.8 * rng.uniform(0.97, 1.03), on_policy=0.8)
     assert pacer.lag == 1
 
 
@@ -441,7 +450,7 @@ class _PacedRun(_Run):
         if kind == "step":
             lag = max(self.version - group.version for group in self.in_training.values())
             ratio = self.mismatch * math.exp(-self.gain * lag) * self.rng.uniform(0.9, 1.0)
-            self.pacer.observe(ratio, on_policy=lag == 0)
+            self.pacer.observe(ratio, on_policy=0.95 * self.mismatch if lag == 0 else None)
         super().handle(kind, what)  # type: ignore[arg-type]
 
 
@@ -486,18 +495,19 @@ def test_a_run_with_adaptive_staleness_logs_the_lag_and_keeps_it_over_a_resume(t
         checkpoint={"every": 4},
     )
     run = FakeRun(tmp_path, cfg)  # type: ignore[arg-type]
-    run.learner.ess_ratio = 0.1
-    run.learner.first_ess_ratio = 1.0  # of the first batch, which is on-policy
+    run.learner.ess_ratio = 0.02
+    run.learner.first_ess_ratio = 0.2  # of the first batch, which is on-policy
+    run.learner.on_policy_ratio = 0.2
     assert run.run() == "run ended"
     assert [row["staleness/admitted"] for row in run.rows()] == [4] + [2] * 5 + [1] * 2
     kept = run.context.directory.manifest(8).orchestrator["pacer"]
-    assert kept["lag"] == 1 and kept["on_policy"] is not None
+    assert kept["lag"] == 1 and kept["on_policy"] == 0.2
     again = FakeRun(
         tmp_path,
         cfg.model_copy(update={"train": config(train={"steps": 10}).train}),
         attempt=2,  # type: ignore[arg-type]
         resume_step=8,
     )
-    again.learner.ess_ratio = 1.0
+    again.learner.ess_ratio = 0.2  # all that the mismatch, which the checkpoint knows, leaves
     again.run()
     assert [row["staleness/admitted"] for row in again.rows()][8:] == [1, 2]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 
 from ..methods import ORDERED_SURROGATES, SECOND_MOMENTS
-from ..schema import RunConfig
+from ..schema import AlgorithmConfig, RunConfig
 
 
 def algorithm_problems(config: RunConfig) -> Iterator[str]:
@@ -136,6 +137,10 @@ def idle_keys(config: RunConfig) -> Iterator[str]:
             if preset.linear and preset.is_level == "none"
             else f"{method} truncates no weight",
         ),
+        "algorithm.is_threshold_length": (
+            weighs and preset.is_level in ("sequence", "turn") and 1 < algorithm.is_threshold < math.inf,
+            _why_it_does_not_grow(algorithm),
+        ),
         "algorithm.second_moment": (preset.statistic in SECOND_MOMENTS, f"{method} does not bound it"),
         "algorithm.opob_mode": (opob, no_norms),
         "algorithm.opob_weights": (
@@ -173,3 +178,13 @@ def idle_keys(config: RunConfig) -> Iterator[str]:
         value, usual = getattr(section, field), declared.get_default(call_default_factory=True)
         if not has_effect and value != usual:
             yield f"{key} = {json.dumps(value)}: has no effect, since {why}; remove it"
+
+
+def _why_it_does_not_grow(algorithm: AlgorithmConfig) -> str:
+    """Why ``is_threshold_length`` has no effect, where it has none."""
+    preset = algorithm.preset
+    if not preset.linear or preset.weights == "band":
+        return f'method = "{algorithm.method}" truncates no weight of a trajectory or a turn'
+    if preset.is_level not in ("sequence", "turn"):
+        return f'is_level = "{preset.is_level}" has no weight of a trajectory or a turn'
+    return f"is_threshold = {algorithm.is_threshold} is the same at every length"

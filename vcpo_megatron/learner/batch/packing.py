@@ -185,6 +185,8 @@ class Pack:
     current            bool    [T]   True where the label was sampled by the version that the step starts from
     segments           int64   [T]   which of the n trajectories; n for padding at the end
     boundaries         ints    [n+1] trajectory i holds tokens boundaries[i] to boundaries[i+1]
+    turns              int64   [T]   which of the pack's U turns the label is in; U for none
+    turn_tokens        int64   [U]   sampled tokens of each turn, on whichever context-parallel rank they are
     experts            int32   [T, layers, k], on the CPU, or None: experts that a server sent each token to, -1 where
                        nothing was recorded
     all_tokens, all_segments  int64 [C T], on the host: those of every context-parallel rank, one rank after another
@@ -203,6 +205,8 @@ class Pack:
     behavior_logprobs: torch.Tensor
     current: torch.Tensor
     segments: torch.Tensor
+    turns: torch.Tensor
+    turn_tokens: torch.Tensor
     all_tokens: np.ndarray
     all_segments: np.ndarray
     layout: PackLayout
@@ -332,6 +336,7 @@ def make_pack(
     tokens = filled([t.tokens[:-1] for t in trajectories], 0, np.int64)
     # padding inside a trajectory (context parallelism) counts as its own: no gradient ever reaches it
     segments = np.repeat(np.arange(len(layout.lengths)), layout.lengths)
+    turns, turn_tokens = _turns(trajectories)
     return Pack(
         samples=tuple(samples),
         group=samples[0].group if group is None else group,
@@ -342,6 +347,8 @@ def make_pack(
         behavior_logprobs=own(filled([t.behavior_logprobs[1:] for t in trajectories], 0.0, np.float32)),
         current=own(filled([_sampled_by(t, version)[1:] for t in trajectories], 0, np.bool_)),
         segments=own(segments),
+        turns=own(filled([of[1:] for of in turns], len(turn_tokens), np.int64)),
+        turn_tokens=torch.from_numpy(turn_tokens).to(device),
         all_tokens=every(tokens),
         all_segments=every(segments),
         layout=layout,
@@ -354,6 +361,19 @@ def make_pack(
 
 def _sampled_by(trajectory: Trajectory, version: int | None) -> np.ndarray:
     return np.zeros(len(trajectory.tokens), np.bool_) if version is None else trajectory.sampled_by(version)
+
+
+def _turns(trajectories: Sequence[Trajectory]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Of each trajectory the turn of every token, int64 [L]: numbered over all trajectories in order, their number U
+    for none. And sampled tokens of each turn: int64 [U]."""
+    count = sum(len(t.turns) for t in trajectories)
+    found, sampled, first = [], np.zeros(count + 1, np.int64), 0
+    for trajectory in trajectories:
+        own = trajectory.turn_of_token
+        found.append(np.where(own < 0, count, own + first))
+        np.add.at(sampled, found[-1][trajectory.loss_mask], 1)
+        first += len(trajectory.turns)
+    return found, sampled[:count]
 
 
 def _experts(trajectories: Sequence[Trajectory], layout: PackLayout) -> torch.Tensor | None:

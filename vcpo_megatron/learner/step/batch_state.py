@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, field
 import torch
 from torch import Tensor
 
-from ...algorithm import baselines, normalization
+from ...algorithm import baselines, importance, normalization
 from ...algorithm.advantages import GroupScale, group_scale
 from ...config.schema import AlgorithmConfig
 from ...types import has_variance
@@ -36,6 +36,8 @@ _AGREED = (
     "mismatch_sum",
     "mismatch_max",
     "mismatch_tokens",
+    "noise_sum",
+    "noise_squares",
 )
 
 
@@ -67,6 +69,7 @@ class SampleNumbers:
     baseline: Tensor
     inverse_std: Tensor
     loss_coefficients: Tensor
+    threshold_growth: Tensor
     has_variance: Tensor
     anchor: float
 
@@ -82,6 +85,7 @@ class BatchState:
     has_variance        bool; False in a zero-variance group, which has no advantage. The others are the trained groups
     loss_coefficients   c_i: the whole normalisation of the loss
     sampled_tokens      T_i
+    threshold_growth    factor on log c of the trajectory's weight, by T_i; 1 where it does not grow
     scales              of every group, [groups]; group_sizes  samples of every group, [groups]
     anchor              a: the behaviour anchor's coefficient
 
@@ -94,6 +98,7 @@ class BatchState:
     weight_sum          sum over sampled tokens of ``Objective.token_ratios``; 0 where weights are by sequence
     kl_sum              sum over sampled tokens of the estimates of KL to the reference
     mismatch_sum, mismatch_max, mismatch_tokens  of |log pi - log mu| over sampled tokens of the current version
+    noise_sum, noise_squares  of log pi - log mu over the same tokens
     has_norm            bool: the exact |g_i| is known
     grad_norm           |g_i|, nan where it is not known
     baseline            b_i as far as it is known: from rewards at first, from norms once they are found
@@ -113,6 +118,7 @@ class BatchState:
     has_variance: Tensor
     loss_coefficients: Tensor
     sampled_tokens: Tensor
+    threshold_growth: Tensor
     baseline: Tensor
     scales: tuple[GroupScale, ...]
     group_sizes: tuple[int, ...]
@@ -126,6 +132,8 @@ class BatchState:
     mismatch_sum: Tensor = field(init=False)
     mismatch_max: Tensor = field(init=False)
     mismatch_tokens: Tensor = field(init=False)
+    noise_sum: Tensor = field(init=False)
+    noise_squares: Tensor = field(init=False)
     has_norm: Tensor = field(init=False)
     grad_norm: Tensor = field(init=False)
     fell_back: Tensor = field(init=False)
@@ -139,7 +147,7 @@ class BatchState:
         n = len(self.rewards)
         for name in ("log_ratio", "logprob_sum", "entropy_sum", "weight_sum", "kl_sum"):
             setattr(self, name, torch.zeros(n, dtype=torch.float64))
-        for name in ("mismatch_sum", "mismatch_max", "mismatch_tokens"):
+        for name in ("mismatch_sum", "mismatch_max", "mismatch_tokens", "noise_sum", "noise_squares"):
             setattr(self, name, torch.zeros(n, dtype=torch.float64))
         self.owners = torch.zeros(n, dtype=torch.int64)
         self.has_norm, self.fell_back = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
@@ -172,6 +180,7 @@ class BatchState:
             has_variance=of_members([float(scale.has_variance) for scale in scales]) > 0,
             loss_coefficients=normalization.loss_coefficients(method.loss_normalization, sampled, max_new_tokens),
             sampled_tokens=sampled.double(),
+            threshold_growth=importance.threshold_growth(sampled, algorithm.is_threshold_length),
             baseline=torch.cat(before),
             scales=scales,
             group_sizes=tuple(sizes.tolist()),
@@ -193,12 +202,12 @@ class BatchState:
     def of_samples(self, index: Sequence[int], device: torch.device | None = None) -> SampleNumbers:
         """Numbers of the samples ``index`` on ``device`` (None: the CPU), by one copy that nobody waits for."""
         chosen = list(index)
-        names = ("rewards", "baseline", "inverse_std", "loss_coefficients")
+        names = ("rewards", "baseline", "inverse_std", "loss_coefficients", "threshold_growth")
         table = torch.stack([*(getattr(self, name)[chosen] for name in names), self.has_variance[chosen].double()])
         if device is not None:
             table = platform.to_device(table, device)
-        rewards, baseline, inverse_std, loss_coefficients, varies = table.unbind()
-        return SampleNumbers(rewards, baseline, inverse_std, loss_coefficients, varies > 0, self.anchor)
+        rewards, baseline, inverse_std, loss_coefficients, growth, varies = table.unbind()
+        return SampleNumbers(rewards, baseline, inverse_std, loss_coefficients, growth, varies > 0, self.anchor)
 
     def token_slice(self, sample: int) -> slice:
         """Where in ``token_log_ratios`` the tokens of a sample are."""

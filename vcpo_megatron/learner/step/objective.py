@@ -1,6 +1,7 @@
 """What the trajectories and tokens of one batch are multiplied by: numbers only, no model, no ranks.
 
-    linear methods   v_t w_i (R_i - b_i)/std + a          v_t token weight or 1, w_i sequence weight or 1
+    linear methods   v_t w_i (R_i - b_i)/std + a          v_t weight of the token or its turn, or 1; w_i of the
+                                                          sequence, or 1
     other methods    surrogate(ratios, (R_i - b_i)/std)_t + a
 
 Samples of zero-variance groups get 0, but for a surrogate of the whole batch, which sees them with advantage 0. a is
@@ -10,7 +11,7 @@ the behaviour anchor's coefficient, which no weight multiplies.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,39 +26,50 @@ from .batch_state import BatchState, SampleNumbers
 
 class Objective:
     """The method's formulas. ``index`` are always samples' numbers in the batch; ``numbers`` and ``log_ratio`` are of
-    some samples, on the host or the device; results for them are float64 [n], in the same place."""
+    some samples, on the host or the device; results for them are float64 [n], in the same place.
 
-    def __init__(self, algorithm: AlgorithmConfig) -> None:
+    ``sum_over_context`` makes sums over a pack's tokens of this rank those of all ranks that share them."""
+
+    def __init__(self, algorithm: AlgorithmConfig, sum_over_context: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         self.method = algorithm.preset
         self._algorithm = algorithm
+        self._sum_over_context = sum_over_context
         self._bounds = Bounds(algorithm.is_threshold, self.method.ratio_low, self.method.ratio_high)
 
     # --- weights --------------------------------------------------------------------------------
 
-    def _log_weights(self, log_ratio: Tensor) -> Tensor:
-        bounds = self._bounds
-        return importance.log_weights(self.method.weights, log_ratio, bounds.threshold, bounds.low, bounds.high)
+    def _log_weights(self, log_ratio: Tensor, growth: Tensor | float = 1.0) -> Tensor:
+        weights, bounds = self.method.weights, self._bounds
+        return importance.log_weights(weights, log_ratio, bounds.threshold, bounds.low, bounds.high, growth)
 
-    def sequence_weights(self, log_ratio: Tensor) -> Tensor:
-        """w_i of log ratios [n]: the weight of trajectory i's gradient, 1 where weights are not by sequence."""
+    def sequence_weights(self, log_ratio: Tensor, growth: Tensor) -> Tensor:
+        """w_i of log ratios [n]: the weight of trajectory i's gradient, 1 where weights are not by sequence. ``growth``
+        [n] is that of the threshold."""
         if self.method.is_level != "sequence":
             return torch.ones_like(log_ratio)
-        return self._log_weights(log_ratio).exp()
+        return self._log_weights(log_ratio, growth).exp()
 
     def token_weights(self, pack: Pack, policy: Tensor) -> Tensor:
-        """v_t [T] of detached log-probs, 1 where weights are not by token."""
-        if self.method.is_level != "token":
+        """v_t [T] of detached log-probs, that of the token or of its turn; 1 where weights are by sequence, or none."""
+        if not self.method.weighs_parts:
             return torch.ones_like(policy)
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
-        return importance.bounded_exp(self._log_weights(ratios)).to(policy.dtype)
+        if self.method.is_level == "token":
+            logs = self._log_weights(ratios)
+        else:
+            turns = importance.segment_sum(ratios, pack.mask, pack.turns, len(pack.turn_tokens))
+            growth = importance.threshold_growth(pack.turn_tokens, self._algorithm.is_threshold_length)
+            logs = torch.nn.functional.pad(self._log_weights(self._sum_over_context(turns), growth), (0, 1))[pack.turns]
+        return importance.bounded_exp(logs).to(policy.dtype)
 
     def mean_weight(self, state: BatchState) -> float:
-        """Mean of the batch's truncated weights: of trajectories, or of tokens where weights or ratios are theirs.
+        """Mean of the batch's truncated weights: of trajectories, or of tokens where weights or ratios are theirs or
+        their turns'.
 
         Its expectation is 1, less what truncation takes; 1 for a method that corrects nothing.
         """
         if self.method.is_level == "sequence":
-            return float(self.sequence_weights(state.log_ratio).mean())
+            return float(self.sequence_weights(state.log_ratio, state.threshold_growth).mean())
         return float(state.weight_sum.sum() / state.sampled_tokens.sum()) if self.method.corrected else 1.0
 
     def token_ratios(self, pack: Pack, policy: Tensor) -> Tensor:
@@ -76,18 +88,19 @@ class Objective:
     def trajectory_coefficients(self, numbers: SampleNumbers, log_ratio: Tensor) -> Tensor:
         """What multiplies s_i / w_i of a linear method: w_i (R_i - b_i) / std, and a where no token has a weight.
 
-        With token weights a trajectory's gradient holds them, and the anchor is a term of its own: ``token_anchor``.
+        A trajectory's gradient holds weights of tokens or turns, and the anchor is a term of its own: ``token_anchor``.
         """
-        weights, advantages = self.sequence_weights(log_ratio), self.advantages(numbers)
+        weights, advantages = self.sequence_weights(log_ratio, numbers.threshold_growth), self.advantages(numbers)
         weighted = torch.where(advantages == 0.0, 0.0, weights * advantages)  # a weight without bound may be infinite
-        return weighted if self.method.is_level == "token" else weighted + self._anchors(numbers)
+        return weighted if self.method.weighs_parts else weighted + self._anchors(numbers)
 
     def coefficients(
         self, state: BatchState, index: Sequence[int], numbers: SampleNumbers, log_ratio: Tensor
     ) -> Coefficients:
         """Of a micro-step's trajectories ``index``, and those of one reward together where no anchor pulls on them."""
-        gradient, sums = self.trajectory_coefficients(numbers, log_ratio), self.sequence_weights(log_ratio)
-        if self.method.is_level != "token" and state.anchor != 0.0:
+        gradient = self.trajectory_coefficients(numbers, log_ratio)
+        sums = self.sequence_weights(log_ratio, numbers.threshold_growth)
+        if not self.method.weighs_parts and state.anchor != 0.0:
             return Coefficients(gradient, sums)
         classes: dict[float, list[int]] = {}
         for i, reward in enumerate(state.rewards[list(index)].tolist()):
@@ -99,7 +112,7 @@ class Objective:
 
     def has_token_anchor(self, state: BatchState) -> bool:
         """Whether a linear method's anchor cannot be one coefficient a trajectory; the same on all ranks."""
-        return self.method.linear and self.method.is_level == "token" and state.anchor != 0.0
+        return self.method.linear and self.method.weighs_parts and state.anchor != 0.0
 
     def token_anchor(self, numbers: SampleNumbers, pack: Pack, policy: Tensor) -> Tensor:
         """What the anchor adds to the coefficients of tokens that have weights: [T], dtype of ``policy``."""
@@ -150,9 +163,9 @@ class Objective:
     def baselines(self, log_ratio: Tensor, norms: Tensor, rewards: Tensor) -> baselines.TrajectoryBaselines:
         """b_i of one group from its l_i and |g_i|, exact or estimated, float64 [n] each, where they are."""
         if self.method.is_level != "sequence":
-            log_u = torch.zeros_like(log_ratio)  # token weights are inside |s_i| already
+            log_u = torch.zeros_like(log_ratio)  # weights of tokens and turns are inside |s_i| already
         elif self._algorithm.opob_weights == "truncated":
-            log_u = self._log_weights(log_ratio)
+            log_u = self._log_weights(log_ratio, state.threshold_growth[chosen])
         else:
             log_u = log_ratio
         return baselines.from_norms(self.method.baseline, log_u, norms.log(), rewards)

@@ -174,7 +174,13 @@ class PackTerms:
         that of two implementations: kernels, precision, routing, or weights that are not the same after all.
         """
         size, n = ratios.abs(), len(pack.samples)
-        sums = [importance.segment_sum(x, pack.current, pack.segments, n) for x in (size, torch.ones_like(size))]
-        total, count = self._messages.sum_over_context(torch.stack(sums))
-        largest = self._messages.max_over_context(importance.segment_max(size, pack.current, pack.segments, n))
-        self._rows |= {"mismatch_sum": total, "mismatch_max": largest, "mismatch_tokens": count}
+        summed = {
+            "mismatch_sum": size,
+            "mismatch_tokens": torch.ones_like(size),
+            "noise_sum": ratios,
+            "noise_squares": ratios.square(),
+        }
+        sums = [importance.segment_sum(x, pack.current, pack.segments, n) for x in summed.values()]
+        self._rows |= dict(zip(summed, self._messages.sum_over_context(torch.stack(sums)), strict=True))
+        largest = importance.segment_max(size, pack.current, pack.segments, n)
+        self._rows["mismatch_max"] = self._messages.max_over_context(largest)

@@ -35,8 +35,8 @@ class Passes:
     def __init__(self, config: RunConfig, parallel: Parallel, trainable: Trainable, abort: AbortCheck) -> None:
         self.config, self.parallel, self.trainable = config, parallel, trainable
         algorithm, device = config.algorithm, platform.device()
-        self.objective = Objective(algorithm)
         self.messages = LogRatioExchange(parallel, device)
+        self.objective = Objective(algorithm, self.messages.sum_over_context)
         self.terms = PackTerms(config, parallel, self.messages, self.objective, trainable.shape.vocab_size)
         self._abort = abort
         self._reference = ReferenceWeights(trainable.chunks) if algorithm.kl_reference == "initial" else None

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...algorithm.ess import ess_ratio
+from ...observability.buckets import AGES, FEWEST, LENGTHS
 from ...types import Batch, TrajectoryResult
 from .batch_state import BatchState
 
@@ -15,6 +17,7 @@ from .batch_state import BatchState
 class StepOutcome:
     """What became of a step.
 
+    on_policy      ESS ratio that mismatch alone would give, None where it is not known
     ess_scale      factor on the learning rate
     learning_rate  the one in effect, nan where the step was skipped
     total_norm     the gradient's norm before clipping, nan where the step was skipped before it was asked for
@@ -23,6 +26,7 @@ class StepOutcome:
     """
 
     ess_ratio: float
+    on_policy: float | None
     ess_scale: float
     learning_rate: float
     total_norm: float
@@ -57,14 +61,30 @@ def step_metrics(
         "baseline/accumulator_error": _accumulator_error(state),
         "groups/zero_variance": float((~state.has_variance)[first].sum()),
         "kl/behavior": -float(state.log_ratio.sum() / tokens),
+        "kl/behavior_trajectory": -float(state.log_ratio.mean()),
         "kl/reference": float(state.kl_sum.sum() / tokens),
         "entropy": float(state.entropy_sum.sum() / tokens),
         "tokens/trained": float(tokens),
         "tokens/padded": state.ranks.padded_tokens,
         "time/forward_backward": outcome.seconds,
         "step/skipped": float(bool(outcome.skipped)),
+        **({} if outcome.on_policy is None else {"ess/ratio_on_policy": outcome.on_policy}),
         **_mismatch(state),
     }
+
+
+def ess_by_bucket(state: BatchState, ages: torch.Tensor) -> dict[str, float]:
+    """ESS of raw weights over the number of trajectories, of those of like age and of like length.
+
+    ages  int64 [N]  versions between a trajectory's oldest token and the step
+    """
+    found = {}
+    for buckets, numbers in ((AGES, ages), (LENGTHS, state.sampled_tokens)):
+        for bucket in buckets:
+            own = state.log_ratio[(bucket.least <= numbers) & (numbers <= bucket.most)]
+            if len(own) >= FEWEST:
+                found[bucket.key] = ess_ratio(own)
+    return found
 
 
 def trajectory_results(state: BatchState, weights: torch.Tensor, batch: Batch) -> tuple[TrajectoryResult, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from dataclasses import dataclass, field
 
@@ -9,42 +10,92 @@ import torch
 
 from ...algorithm import importance
 from ...algorithm.ess import ess_ratio, step_scale
+from ...algorithm.noise import TokenNoise, noise_ess_ratio, noise_inflation
 from ...config.schema import AlgorithmConfig
+from .batch_state import BatchState
 
-#: Steps, all on-policy, whose median ESS ratio is the base when ``base_ess_ratio`` is "auto".
+#: Steps, all on-policy, whose median ESS ratio is the first base when ``base_ess_ratio`` is "auto"; and on-policy steps
+#: whose median inflation counts.
 AUTO_BASE_STEPS = 5
 
 
-@dataclass
+@dataclass(frozen=True)
 class EssState:
     """What the step size and the anchor remember between steps; part of a checkpoint.
 
-    first_ratios  ESS ratios of the first steps taken, all on-policy, while ``base_ess_ratio`` is "auto"
+    first_ratios  ESS ratios of the first steps taken, all on-policy where ``base_ess_ratio`` is "auto"
+    noise_tokens, noise_mean, noise_square  the fields of a ``TokenNoise``: tokens of the current version, as they came
+    inflations    of the last on-policy steps taken: how much noisier answers were than their tokens say
     """
 
     previous_ratio: float = 1.0
     first_ratios: list[float] = field(default_factory=list)
+    noise_tokens: float = 0.0
+    noise_mean: float = 0.0
+    noise_square: float = 0.0
+    inflations: list[float] = field(default_factory=list)
 
-    def base(self, configured: float | str) -> float | None:
-        """base_ess_ratio: the configured number, or the median of the first steps; None until it is known."""
-        if not isinstance(configured, str):
-            return configured
-        return statistics.median(self.first_ratios) if len(self.first_ratios) == AUTO_BASE_STEPS else None
+    def observed(self, state: BatchState) -> EssState:
+        """With what a batch's tokens of the current version say, whether its step is taken or not."""
+        noise = TokenNoise(self.noise_tokens, self.noise_mean, self.noise_square).with_tokens(*_noise_sums(state))
+        return dataclasses.replace(self, noise_tokens=noise.tokens, noise_mean=noise.mean, noise_square=noise.square)
 
-    def scale(self, ratio: float, algorithm: AlgorithmConfig) -> float:
+    def on_policy_ratio(self, state: BatchState, algorithm: AlgorithmConfig) -> float | None:
+        """ESS / N that mismatch alone would give a batch of these lengths; None before the first token of a current
+        version."""
+        noise = TokenNoise(self.noise_tokens, self.noise_mean, self.noise_square)
+        if not noise.tokens:
+            return None
+        inflation = statistics.median(self.inflations) if self.inflations else 1.0
+        return noise_ess_ratio(state.sampled_tokens * noise.variance * inflation, _log_bounds(state, algorithm))
+
+    def base(self, on_policy: float | None, algorithm: AlgorithmConfig) -> float | None:
+        """base_ess_ratio: the configured number; or, once it is known, ``on_policy``, which a batch's tokens give, or
+        the median of the first steps."""
+        if not isinstance(algorithm.base_ess_ratio, str):
+            return algorithm.base_ess_ratio
+        if len(self.first_ratios) < AUTO_BASE_STEPS:
+            return None
+        return statistics.median(self.first_ratios) if on_policy is None else on_policy
+
+    def scale(self, ratio: float, on_policy: float | None, algorithm: AlgorithmConfig) -> float:
         """Factor on the learning rate; 1 where the method does not scale, or while the base is not known."""
-        base = self.base(algorithm.base_ess_ratio)
+        base = self.base(on_policy, algorithm)
         return step_scale(ratio, base, algorithm.ess_rule) if algorithm.preset.ess_scaling and base is not None else 1.0
 
-    def record(self, ratio: float) -> None:
-        """A step was taken with this ratio."""
-        self.previous_ratio = ratio
-        if len(self.first_ratios) < AUTO_BASE_STEPS:
-            self.first_ratios.append(ratio)
+    def taken(self, ratio: float, state: BatchState, algorithm: AlgorithmConfig) -> EssState:
+        """After a step that was taken on this batch, with this ratio."""
+        first = [*self.first_ratios, ratio][:AUTO_BASE_STEPS]
+        inflations = [*self.inflations, *_inflation(ratio, state, algorithm)][-AUTO_BASE_STEPS:]
+        return dataclasses.replace(self, previous_ratio=ratio, first_ratios=first, inflations=inflations)
 
 
-def batch_ess_ratio(log_ratio: torch.Tensor, weights: str, threshold: float) -> float:
-    """ESS / N of raw or truncated weights of the whole batch, log ratios float64 [N]."""
+def batch_ess_ratio(state: BatchState, weights: str, threshold: float) -> float:
+    """ESS / N of raw or truncated weights of the whole batch."""
+    log_ratio = state.log_ratio
     if weights == "truncated":
-        log_ratio = importance.truncated_log_weights(log_ratio, threshold)
+        log_ratio = importance.truncated_log_weights(log_ratio, threshold, state.threshold_growth)
     return ess_ratio(log_ratio)
+
+
+def _noise_sums(state: BatchState) -> tuple[float, float, float]:
+    """Tokens of the current version, the sum of their log ratios, and that of the squares."""
+    names = ("mismatch_tokens", "noise_sum", "noise_squares")
+    count, total, squares = (float(getattr(state, name).sum()) for name in names)
+    return count, total, squares
+
+
+def _inflation(ratio: float, state: BatchState, algorithm: AlgorithmConfig) -> list[float]:
+    """What the ratio of an on-policy batch says beyond its tokens' noise; nothing of others, or without noise."""
+    noise = TokenNoise().with_tokens(*_noise_sums(state))
+    if noise.variance == 0 or not torch.equal(state.mismatch_tokens, state.sampled_tokens):
+        return []
+    return [noise_inflation(ratio, state.sampled_tokens * noise.variance, _log_bounds(state, algorithm))]
+
+
+def _log_bounds(state: BatchState, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """Of the log weights that ESS is made of: float64 [N]."""
+    unbounded = torch.full_like(state.log_ratio, torch.inf)
+    if algorithm.ess_weights == "raw":
+        return unbounded
+    return importance.truncated_log_weights(unbounded, algorithm.is_threshold, state.threshold_growth)

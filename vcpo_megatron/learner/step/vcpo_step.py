@@ -10,6 +10,8 @@ For trajectory i of prompt group g in a batch of N, with behaviour log-probs log
     ratio = ESS / N,  log ESS = 2 logsumexp(l) - logsumexp(2 l)
     lr    = lr * min(1, ratio / base)^p                       the same on every rank
 
+Weights may be of tokens or turns: then s_i = grad sum_t c_i v_t log pi_theta takes the place of w_i g_i.
+
 How b_g meets the gradient is the business of a ``BaselineMode``; ``Objective`` holds the formulas, ``BatchState`` the
 numbers, ``Passes`` what the model computes.
 """
@@ -20,6 +22,7 @@ import math
 import time
 from collections.abc import Callable
 
+import torch
 from megatron.core.distributed import finalize_model_grads
 
 from ...config.schema import RunConfig
@@ -32,7 +35,7 @@ from .baseline_modes import baseline_mode, start_reductions
 from .batch_state import BatchState, RankSums
 from .passes import Passes
 from .plan import StepPlan
-from .results import StepOutcome, step_metrics, trajectory_results
+from .results import StepOutcome, ess_by_bucket, step_metrics, trajectory_results
 from .step_size import EssState, batch_ess_ratio
 
 #: Why a step is skipped.
@@ -92,11 +95,16 @@ class VcpoStep:
         self._agree(state, plan)
         if state.aborted:
             return None
-        ratio = self._ess_ratio(state, self.config.algorithm.ess_weights)
-        scale = self.ess_state.scale(ratio, self.config.algorithm)  # min(1, ratio / base)^p
+        algorithm = self.config.algorithm
+        ratio = self._ess_ratio(state, algorithm.ess_weights)
+        ess_state = self.ess_state.observed(state)
+        on_policy = ess_state.on_policy_ratio(state, algorithm)  # what mismatch alone makes of these lengths
+        scale = ess_state.scale(ratio, on_policy, algorithm)  # min(1, ratio / base)^p
         skipped, norm = self._judge(state, ratio)
-        rate = math.nan if skipped else self._optimizer_step(ratio, scale)
-        return self._result(batch, version, state, StepOutcome(ratio, scale, rate, norm, skipped, seconds))
+        rate = math.nan if skipped else self._optimizer_step(scale)
+        if not skipped:
+            self.ess_state = ess_state.taken(ratio, state, algorithm)
+        return self._result(batch, version, state, StepOutcome(ratio, on_policy, scale, rate, norm, skipped, seconds))
 
     def _plan(self, batch: Batch, version: int) -> tuple[BatchState, StepPlan]:
         """What is known before the step, and this rank's packs; ``version`` is that of the policy before the step."""
@@ -124,7 +132,7 @@ class VcpoStep:
         state.agree(self.parallel)
 
     def _ess_ratio(self, state: BatchState, weights: str) -> float:
-        return batch_ess_ratio(state.log_ratio, weights, self.config.algorithm.is_threshold)
+        return batch_ess_ratio(state, weights, self.config.algorithm.is_threshold)
 
     def _judge(self, state: BatchState, ratio: float) -> tuple[str, float]:
         """Why the step is to be skipped, or ""; the gradient's norm, nan where the reason comes before it. The same on
@@ -136,18 +144,18 @@ class VcpoStep:
         norm = self.trainable.gradient_norm(self.parallel)
         return "" if norm <= LARGEST_NORM else NON_FINITE, norm
 
-    def _optimizer_step(self, ratio: float, scale: float) -> float:
+    def _optimizer_step(self, scale: float) -> float:
         """Step at the rate that ESS allows, which is returned."""
         scaled = self.trainable.scheduled_learning_rate() * scale
         rate = agree_equal(scaled, "learning rates", self.parallel)
         self.trainable.optimizer_step(rate)
-        self.ess_state.record(ratio)
         return rate
 
     def _result(self, batch: Batch, version: PolicyVersion, state: BatchState, outcome: StepOutcome) -> StepResult:
         objective, truncated = self._passes.objective, self._ess_ratio(state, "truncated")
-        weights = objective.sequence_weights(state.log_ratio)
+        weights = objective.sequence_weights(state.log_ratio, state.threshold_growth)
         metrics = step_metrics(state, outcome, weights, ess_ratio_truncated=truncated, linear=objective.method.linear)
-        metrics |= {"weight/mean": objective.mean_weight(state), **self._passes.metrics}
+        ages = torch.tensor([version.number - 1 - t.oldest_version for g in batch.groups for t in g.trajectories])
+        metrics |= {"weight/mean": objective.mean_weight(state), **ess_by_bucket(state, ages), **self._passes.metrics}
         trajectories = trajectory_results(state, weights, batch)
         return StepResult(batch.step, version, outcome.skipped, metrics, trajectories)

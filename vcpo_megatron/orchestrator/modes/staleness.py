@@ -27,8 +27,9 @@ When the ESS ratio falls below ``target`` times that of on-policy batches, the l
 learner has caught up, and nothing that was started is thrown away. When the ratio has recovered, the lag grows by one.
 
 On-policy batches do not have a ratio of 1: learner and servers compute a little differently, and long answers add it
-up. No lag mends that, so it is no reason for a smaller one. Their ratio is measured wherever one is trained: a run's
-first batch is one, and all are once the lag has been 0 for a while.
+up. No lag mends that, so it is no reason for a smaller one. The learner follows what an on-policy batch of the same
+lengths would have (``ess/ratio_on_policy``), from tokens that its own version sampled: those of a run's first batch are
+such, and all are once the lag has been 0 for a while.
 
 A change shows only when the groups that were admitted under it are trained, up to lag + 1 steps later: so many steps
 pass between two changes. With lag = 0 a run is on-policy and so is what it is compared with: it always comes back.
@@ -145,17 +146,16 @@ class Pacer:
         self._max_lag = max_lag
         self._target = target
         self.lag = max_lag
-        self._on_policy: float | None = None  # average of on-policy ratios; 1 is assumed until one was measured
+        self._on_policy = 1.0  # what the last one that is known was; 1 is assumed until one is
         self._average: float | None = None  # of ratios relative to it
         self._until_change = 0
 
-    def observe(self, ess_ratio: float, *, on_policy: bool) -> None:
-        """The ESS ratio of the step that was just taken; a ratio that is not finite counts as 0. ``on_policy``: the
-        version before the step sampled every token of its batch."""
+    def observe(self, ess_ratio: float, *, on_policy: float | None) -> None:
+        """The ESS ratio of the step that was just taken; a ratio that is not finite counts as 0. ``on_policy``: what it
+        would be without lag, above 0; None where the learner does not know."""
         ratio = ess_ratio if math.isfinite(ess_ratio) else 0.0
-        if on_policy and ratio > 0:
-            self._on_policy = _averaged(self._on_policy, ratio)
-        self._average = _averaged(self._average, min(1.0, ratio / (self._on_policy or 1.0)))
+        self._on_policy = self._on_policy if on_policy is None else on_policy
+        self._average = _averaged(self._average, min(1.0, ratio / self._on_policy))
         self._until_change -= 1
         if self._until_change > 0:
             return
@@ -181,7 +181,7 @@ class Pacer:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``; a lag above ``max_lag``, which may have been lowered since, is cut to it."""
         self.lag = min(int(state["lag"]), self._max_lag)
-        self._on_policy, self._average = state["on_policy"], state["average"]
+        self._on_policy, self._average = state["on_policy"] or 1.0, state["average"]
         self._until_change = int(state["until_change"])
 
 

@@ -103,8 +103,8 @@ class Trainer:
         self._last_step_s = time.monotonic() - started
         await self._ledger.train(batch, result, (began, began + self._last_step_s))
         if self.pacer is not None:
-            on_policy = all(group.oldest_version == batch.step for group in batch.groups)
-            self.pacer.observe(result.metrics.get("ess/ratio", math.nan), on_policy=on_policy)
+            ratio, on_policy = (result.metrics.get(name) for name in ("ess/ratio", "ess/ratio_on_policy"))
+            self.pacer.observe(math.nan if ratio is None else ratio, on_policy=on_policy)
         warnings = [watch.observe(batch.step, result.metrics) for watch in (self._mismatch, self._weights)]
         for warning in filter(None, [*warnings, self._learning.observe(batch)]):
             print(f"{WARNING_PREFIX}{warning}", flush=True)
