@@ -71,7 +71,6 @@ def test_a_key_of_another_trainer(file: Path, given: str, ours: str) -> None:
         ("rollout.max_prompt_length", "environment.options.max_prompt_tokens"),
         ("environment.reward_funcs", "environment.options.reward"),
         ("launch.nnodes", "rollout.addresses"),
-        ("launch.nnodes", "rollout.addresses"),
         ("rollout.gpu_memory_utilization", 'rollout.args = ["--mem-fraction-static=0.8"]'),
     ],
 )

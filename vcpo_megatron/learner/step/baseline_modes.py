@@ -102,7 +102,7 @@ class ProxyMode(PlainMode):
         norms = self._passes.terms.estimated_norms(pack, logits, scored)
         if not is_whole:
             return numbers, {"estimated_norm": norms}
-        found = self._passes.objective.baselines(scored.log_ratio, norms, numbers.rewards)
+        found = self._passes.objective.baselines(scored.log_ratio, numbers.threshold_growth, norms, numbers.rewards)
         fell_back = found.plain.any().double().expand_as(norms)
         rows = {"estimated_norm": norms, "baseline": found.values, "fell_back": fell_back}
         return dataclasses.replace(numbers, baseline=found.values), rows

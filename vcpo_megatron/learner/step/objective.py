@@ -160,12 +160,15 @@ class Objective:
 
     # --- baselines from norms -------------------------------------------------------------------
 
-    def baselines(self, log_ratio: Tensor, norms: Tensor, rewards: Tensor) -> baselines.TrajectoryBaselines:
-        """b_i of one group from its l_i and |g_i|, exact or estimated, float64 [n] each, where they are."""
+    def baselines(
+        self, log_ratio: Tensor, growth: Tensor, norms: Tensor, rewards: Tensor
+    ) -> baselines.TrajectoryBaselines:
+        """b_i of one group from its l_i, the growth of its thresholds and its |g_i|, exact or estimated: float64 [n]
+        each, where they are."""
         if self.method.is_level != "sequence":
             log_u = torch.zeros_like(log_ratio)  # weights of tokens and turns are inside |s_i| already
         elif self._algorithm.opob_weights == "truncated":
-            log_u = self._log_weights(log_ratio, state.threshold_growth[chosen])
+            log_u = self._log_weights(log_ratio, growth)
         else:
             log_u = log_ratio
         return baselines.from_norms(self.method.baseline, log_u, norms.log(), rewards)
@@ -173,6 +176,6 @@ class Objective:
     def set_baselines(self, state: BatchState, index: Sequence[int], norms: Tensor) -> None:
         """b_i of one group from its |g_i|, exact or estimated: float64 [n] on the CPU."""
         chosen = list(index)
-        found = self.baselines(state.log_ratio[chosen], norms, state.rewards[chosen])
+        found = self.baselines(state.log_ratio[chosen], state.threshold_growth[chosen], norms, state.rewards[chosen])
         state.baseline[chosen] = found.values
         state.fell_back[chosen] = found.fallbacks > 0
