@@ -66,6 +66,7 @@ _KEYS: dict[str, str] = {
     "tis_clip": "algorithm.is_threshold",
     "tis_imp_ratio_cap": "algorithm.is_threshold",
     "rollout_is_threshold": "algorithm.is_threshold",
+    "rollout_is_veto_threshold": 'tokens veto their answer by algorithm.method = "tis_veto"',
     "clip_ratio": _RATIO,
     "cliprange": _RATIO,
     "eps_clip": _RATIO,
@@ -266,6 +267,10 @@ _VALUES: dict[str, dict[str, str]] = {
         "decoupled": "decoupled_ppo",
         "reinforce++": "reinforce",
         "reinforce_plus_plus": "reinforce",
+        "geo_rs": "mis_geometric",
+        "geo_rs_token_tis": "mis_geometric",
+        "geometric": "mis_geometric",
+        "veto": "tis_veto",
     },
     "algorithm.baseline": {
         "rloo": "leave_one_out",

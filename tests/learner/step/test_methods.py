@@ -95,8 +95,13 @@ for _rule in RULES:
     CASES[f"{_rule} opob"] = Case(1, {"loss_normalization": _rule}, pack=30)
     CASES[f"{_rule} opob whole groups dp2"] = Case(2, {"loss_normalization": _rule}, pack=1000)
     CASES[f"{_rule} plain dp2"] = Case(2, {"loss_normalization": _rule, "method": "tis_sequence"}, pack=30)
+#: method -> keys beside it: bounds between which the far batch's ratios lie, and beyond which
+BANDS: dict[str, dict[str, float]] = {
+    "mis_geometric": {"ratio_low": 0.5, "ratio_high": 1.5},
+    "tis_veto": {"ratio_low": 0.1},
+}
 for _method in OBJECTIVES:
-    CASES[_method] = Case(1, {"method": _method, "allow_uncorrected": True}, far=True)
+    CASES[_method] = Case(1, {"method": _method, "allow_uncorrected": True, **BANDS.get(_method, {})}, far=True)
 for _method, _layout in (("m2po", "pp2"), ("p3o", "dp2"), ("p3o", "pp2"), ("gspo", "tp2"), ("mu_grpo", "dp2")):
     CASES[f"{_method} {_layout}"] = Case(LAYOUTS[_layout][0], {"method": _method}, LAYOUTS[_layout][1], far=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from ..methods import ORDERED_SURROGATES, SECOND_MOMENTS
+from ..methods import ORDERED_SURROGATES, SECOND_MOMENTS, TRUNCATED_SURROGATES
 from ..schema import RunConfig
 
 
@@ -122,7 +122,7 @@ def idle_keys(config: RunConfig) -> Iterator[str]:
     mode = f'opob_mode = "{algorithm.opob_mode}"'
     opob = preset.needs_norms
     weighs = (preset.linear and preset.is_level != "none" and preset.weights != "band") or (
-        preset.surrogate == "decoupled_ppo"
+        preset.surrogate in TRUNCATED_SURROGATES
     )
     one_failure = (config.staleness.lag == "bounded", 'lag = "exact" ends with the first failure')
     named_files = config.environment.data is not None or config.environment.heldout is not None
