@@ -129,6 +129,11 @@ class AlgorithmConfig(Section):
     opob_accumulator_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="bfloat16 halves the accumulators and is not exact; its error is a metric"
     )
+    record_norms: bool = Field(
+        False,
+        description="record every trajectory's gradient norm beside a method whose baseline does not need it; the step "
+        "stays the same, and takes another forward and backward",
+    )
     ess_scaling: bool | None = Field(
         None, description="scale the learning rate by min(1, ESS ratio / base_ess_ratio)^p"
     )

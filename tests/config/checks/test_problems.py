@@ -58,6 +58,7 @@ GOOD_LIMITS = [
     [("algorithm.method", "tis_token"), ("algorithm.baseline", "opob")],
     [
         ("algorithm.method", "grpo"),
+        ("algorithm.record_norms", True),
         ("algorithm.ratio_high", 1.3),
         ("algorithm.ess_scaling", True),
         ("algorithm.ess_rule", "linear"),
@@ -147,6 +148,7 @@ BAD = [
         [("algorithm.is_level", "token"), ("algorithm.opob_weights", "truncated")],
         'algorithm.opob_weights = "truncated"',
     ),
+    ([("algorithm.record_norms", True)], "algorithm.record_norms = true"),
     ([("algorithm.opob_mode", "two_pass"), ("algorithm.opob_accumulators", 2)], "algorithm.opob_accumulators = 2"),
     ([("algorithm.method", "tis_sequence"), ("algorithm.opob_accumulators", 2)], "algorithm.opob_accumulators = 2"),
     ([("algorithm.ess_scaling", False), ("algorithm.ess_rule", "linear")], 'algorithm.ess_rule = "linear"'),

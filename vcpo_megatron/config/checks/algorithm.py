@@ -150,6 +150,7 @@ def idle_keys(config: RunConfig) -> Iterator[str]:
             opob and algorithm.opob_mode == "accumulate",
             f'only opob_mode = "accumulate" with an OPOB baseline has accumulators; {mode}',
         ),
+        "algorithm.record_norms": (not opob or algorithm.opob_mode == "proxy", f"{mode} records them in any case"),
         "algorithm.ess_rule": (preset.ess_scaling, "ess_scaling = false"),
         "algorithm.base_ess_ratio": (preset.ess_scaling, "ess_scaling = false"),
         "optimizer.min_lr": (config.optimizer.schedule != "constant", 'schedule = "constant" does not end anywhere'),

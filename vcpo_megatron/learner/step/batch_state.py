@@ -94,8 +94,8 @@ class BatchState:
     weight_sum          sum over sampled tokens of ``Objective.token_ratios``; 0 where weights are by sequence
     kl_sum              sum over sampled tokens of the estimates of KL to the reference
     mismatch_sum, mismatch_max, mismatch_tokens  of |log pi - log mu| over sampled tokens of the current version
-    has_norm            bool: the exact |g_i| is known
-    grad_norm           |g_i|, nan where it is not known
+    has_norm            bool: the exact |g_i| is known, and the step depends on it
+    grad_norm           the exact |g_i|, nan where it is not known
     baseline            b_i as far as it is known: from rewards at first, from norms once they are found
     fell_back           bool: norms gave no baseline for the sample's group, or for one of it, and a mean was taken
     ranks               what ranks found as a whole
