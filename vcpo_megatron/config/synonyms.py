@@ -6,6 +6,7 @@ Nothing is accepted under another name: a name that means the same to two traine
 from __future__ import annotations
 
 _BATCH = "a batch is train.groups_per_step prompts x train.group_size answers here"
+_UPDATES = "a batch is split into train.updates_per_batch optimizer steps"
 _MICRO = "micro-batches are packs of up to train.max_pack_tokens tokens here"
 _DATA = "data parallel is what tensor x pipeline x context leave of launch.learner_ranks"
 _RATIO = "bounds are of the ratio itself here, 1 - epsilon and 1 + epsilon: algorithm.ratio_low and ratio_high"
@@ -130,7 +131,15 @@ _KEYS: dict[str, str] = {
     "batch_size": _BATCH,
     "global_batch_size": _BATCH,
     "train_batch_size": _BATCH,
-    "ppo_mini_batch_size": _BATCH,
+    "ppo_mini_batch_size": _UPDATES,
+    "mini_batch_size": _UPDATES,
+    "num_mini_batches": "train.updates_per_batch",
+    "num_minibatches": "train.updates_per_batch",
+    "num_steps_per_rollout": "train.updates_per_batch",
+    "steps_per_generation": "train.updates_per_batch",
+    "ppo_n_minibatches": "train.updates_per_batch",
+    "ppo_epochs": "a rollout is trained on once; train.updates_per_batch splits a batch into several steps",
+    "num_iterations": "a rollout is trained on once; train.updates_per_batch splits a batch into several steps",
     "per_device_train_batch_size": _MICRO,
     "micro_batch_size": _MICRO,
     "ppo_micro_batch_size_per_gpu": _MICRO,

@@ -169,7 +169,10 @@ class BatchReady:
 
 @dataclass(frozen=True)
 class StepDone:
+    """``weights_follow``: a WeightsReady of the step's version comes next, as it does after the last one of a batch."""
+
     result: StepResult
+    weights_follow: bool = True
 
 
 @dataclass(frozen=True)
