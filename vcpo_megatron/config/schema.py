@@ -211,7 +211,7 @@ class TrainConfig(Section):
     updates_per_batch: int = Field(
         1,
         ge=1,
-        description="optimizer steps that a batch is split into; each is a version, and the last one's weights are sent",
+        description="optimizer steps that a batch is split into, each a version; the last one's weights are sent",
     )
     group_size: int = Field(8, gt=0, description="answers to every prompt; at least 2")
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 turns them off")

@@ -420,10 +420,8 @@ class Controller:
     def _bound(self) -> StalenessBound:
         config = self._config
         on_policy = AUTO_BASE_STEPS if config.algorithm.base_ess_ratio == "auto" else 0
-        train = config.train
-        return StalenessBound(
-            config.staleness.max_staleness, train.groups_per_update, on_policy, updates_per_batch=train.updates_per_batch
-        )
+        train, k = config.train, config.staleness.max_staleness
+        return StalenessBound(k, train.groups_per_update, on_policy, train.updates_per_batch)
 
     def _starts(self) -> bool:
         """Whether a server starts, which takes minutes and has a deadline of its own."""

@@ -326,8 +326,8 @@ def test_simulated_runs_keep_the_bound_and_waste_nothing(k: int, updates: int, c
 
 
 def test_updates_of_a_batch_have_answers_of_one_length() -> None:
-    """A batch is chosen whole and in the order of admission: its first update has not the short answers, its last one
-    not the long ones. With k = U - 1, where every batch is sampled by one version, the j-th update is j versions old."""
+    """A batch is chosen whole, in the order of admission: its first update has not the short answers, its last one not
+    the long ones. With k = U - 1, where every batch is sampled by one version, the j-th update is j versions old."""
     run = _Run(StalenessBound(3, 4, updates_per_batch=4), random.Random(1), servers=2, slots=32, tail=1.5)
     run.until(400)
     assert all(step - group.version == step % 4 for step, _, group in run.trained)

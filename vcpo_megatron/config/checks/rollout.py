@@ -70,7 +70,7 @@ def _groups_of_a_step(config: RunConfig) -> str:
 
 
 def update_problems(config: RunConfig) -> Iterator[str]:
-    """A batch that is split into several updates: what has to be whole batches, and the lag that the later ones have."""
+    """A batch that is split into several updates: what has to be whole batches, and the lag of the later ones."""
     train, staleness, updates = config.train, config.staleness, config.train.updates_per_batch
     if updates == 1:
         return
@@ -91,8 +91,8 @@ def update_problems(config: RunConfig) -> Iterator[str]:
         )
     elif staleness.max_staleness < updates - 1 and config.rollout.engine != "replay":
         yield (
-            f"staleness.max_staleness = {staleness.max_staleness}: the last update of a batch is {updates - 1} versions "
-            f"from the one that sampled it at the earliest ({named}); at least {updates - 1}"
+            f"staleness.max_staleness = {staleness.max_staleness}: the last update of a batch is at least "
+            f"{updates - 1} versions from the one that sampled it ({named}); at least {updates - 1}"
         )
     if config.algorithm.base_ess_ratio == "auto":
         yield (

@@ -8,7 +8,7 @@
     deferred    one backward: what weight gradients are made of is kept until b_g is known
 
 The last three are exact: |g_i| is the norm of the unweighted score gradient, summed over all shards of the model.
-Before ``plain`` and ``proxy``, ``record_norms`` puts a backward for |g_i| alone, of which nothing but the record is kept.
+Before ``plain`` and ``proxy``, ``record_norms`` puts a backward for |g_i| alone, of which only the record is kept.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class TwoPassMode(_ExactMode):
 
 
 class RecordedNorms(_ExactMode):
-    """``record_norms``: a backward for |g_i|, then ``mode`` as if there had been none. The norms say nothing to the step:
-    one that is not finite does not skip it."""
+    """``record_norms``: a backward for |g_i|, then ``mode`` as if there had been none. The step does not depend on
+    them: one that is not finite does not skip it."""
 
     def __init__(self, passes: Passes, mode: BaselineMode) -> None:
         super().__init__(passes)

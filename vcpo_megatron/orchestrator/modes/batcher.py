@@ -82,7 +82,7 @@ class Batcher:
         """The batch of the ledger's next step, or what it waits for. RuntimeError while a batch is in training.
 
         Ends what is too old: groups past their deadline, complete or not; and, after the learner has waited
-        ``wait_s`` for them, unfinished groups whose last possible step this is. When it has waited so long for
+        ``wait_s`` for them, unfinished groups whose last possible batch this is. When it has waited so long for
         groups that are due later, it goes on without them.
         """
         ledger, version = self._ledger, self._ledger.version
@@ -139,7 +139,7 @@ class Batcher:
         return max(self._idle_since, self._ledger.live[group_id].since) + self._wait_s - now
 
     def _overdue(self, candidate: Candidate, now: float) -> bool:
-        due = self._bound.deadline(candidate.version) <= self._ledger.version
+        due = self._bound.deadline(candidate.version) <= self._bound.end_of_batch(self._ledger.version)
         return not candidate.complete and due and self._left(candidate.group_id, now) <= 0
 
     def _retry_s(self, waits_for: tuple[int, ...], now: float) -> float | None:

@@ -118,6 +118,10 @@ class StalenessBound:
         """
         return active_groups // self.groups_per_step <= self.deadline(loaded_version)
 
+    def end_of_batch(self, version: int) -> int:
+        """Last step of the batch that step ``version`` belongs to."""
+        return version - version % self.updates_per_batch + self.updates_per_batch - 1
+
     def expired(self, oldest_version: int, version: int) -> bool:
         """Whether a group whose oldest token ``oldest_version`` sampled is too old for step ``version``."""
         return version > self.deadline(oldest_version)
@@ -129,8 +133,8 @@ class StalenessBound:
         Waiting is asked for only where it can help: when too many complete groups are due, which the rule
         of admission excludes but a changed configuration may cause, the oldest are taken.
         """
-        updates = self.updates_per_batch - version % self.updates_per_batch
-        size, end = updates * self.groups_per_step, version + updates - 1  # of the batch, and its last step
+        end = self.end_of_batch(version)
+        size = (end - version + 1) * self.groups_per_step
         oldest_first = sorted(groups, key=lambda group: (self.deadline(group.version), group.version, group.group_id))
         batch = [group for group in oldest_first if group.complete][:size]
         unfinished = [group for group in oldest_first if not group.complete]
