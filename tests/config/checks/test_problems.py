@@ -163,6 +163,10 @@ BAD = [
         'algorithm.base_ess_ratio = "auto"',
     ),
     (
+        [("train.updates_per_batch", 2), ("train.steps", 8), ("algorithm.method", "decoupled_ppo")],
+        "train.updates_per_batch = 2",
+    ),
+    (
         [("train.updates_per_batch", 4), ("train.steps", 8), ("launch.learner_ranks", 4)],
         "train.groups_per_step = 4 / updates_per_batch = 4",
     ),

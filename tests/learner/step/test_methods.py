@@ -102,8 +102,12 @@ BANDS: dict[str, dict[str, float]] = {
 }
 for _method in OBJECTIVES:
     CASES[_method] = Case(1, {"method": _method, "allow_uncorrected": True, **BANDS.get(_method, {})}, far=True)
-for _method, _layout in (("m2po", "pp2"), ("p3o", "dp2"), ("p3o", "pp2"), ("gspo", "tp2"), ("mu_grpo", "dp2")):
-    CASES[f"{_method} {_layout}"] = Case(LAYOUTS[_layout][0], {"method": _method}, LAYOUTS[_layout][1], far=True)
+for _method, _layout in (
+    *(("m2po", "pp2"), ("p3o", "dp2"), ("p3o", "pp2"), ("gspo", "tp2"), ("mu_grpo", "dp2")),
+    *(("ctpo", "pp2"), ("ctpo", "dp2"), ("fspo", "tp2"), ("mis_geometric", "tp2"), ("tis_veto", "pp2")),
+):
+    _ranks, _parallel = LAYOUTS[_layout]
+    CASES[f"{_method} {_layout}"] = Case(_ranks, {"method": _method, **BANDS.get(_method, {})}, _parallel, far=True)
 
 
 def _oracle(case: Case, model: Path, batch: Batch, config: RunConfig) -> tuple[dict[str, torch.Tensor], Policy]:

@@ -94,6 +94,11 @@ def update_problems(config: RunConfig) -> Iterator[str]:
             f"staleness.max_staleness = {staleness.max_staleness}: the last update of a batch is at least "
             f"{updates - 1} versions from the one that sampled it ({named}); at least {updates - 1}"
         )
+    if config.algorithm.preset.surrogate == "decoupled_ppo":
+        yield (
+            f"{named}: the proximal policy of decoupled PPO is that of the batch's first update, whose log-probs the "
+            "later ones do not have; use 1"
+        )
     if config.algorithm.base_ess_ratio == "auto":
         yield (
             f'algorithm.base_ess_ratio = "auto": measured over first steps without lag, which {named} does not give; '
