@@ -37,6 +37,7 @@ class Policy:
 
     def __init__(self, folder: Path, batch: Batch, temperature: float = 0.9) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        self.model.config._experts_implementation = "eager"  # the grouped one has no fp64
         self.parameters = dict(self.model.named_parameters())
         self.samples = [
             self._sample(g, t, temperature) for g, group in enumerate(batch.groups) for t in group.trajectories

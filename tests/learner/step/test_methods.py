@@ -248,26 +248,30 @@ RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"grpo {layout}": (layout, {"method": "grpo"}) for layout in ("tp2", "pp2", "dp2", "cp2", "pp2 vpp2")},
     "proxy pp2": ("pp2", {"method": "vcpo", "opob_mode": "proxy"}),
     "tis_sequence dp2 overlapped": ("dp2 overlapped", {"method": "tis_sequence"}),
+    "grpo moe ep2": ("ep2", {"method": "grpo"}),
 }
 RECORDED_LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     **LAYOUTS,
     "cp2": (2, {"context": 2}),
     "pp2 vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
     "dp2 overlapped": (2, {}),
+    "ep2": (2, {"expert": 2}),
 }
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", matrix(RECORDED, ("grpo single", "tis_token single", "proxy single", "grpo tp2")))
 def test_recorded_norms_are_exact_and_change_nothing_else(
-    name: str, models: dict[tuple[str, bool], Path], batches: dict[Any, Batch]
+    name: str, models: dict[tuple[str, bool], Path], batches: dict[Any, Batch], tmp_path: Path
 ) -> None:
     """Gradient, parameters and every other number have the bits that they have without; two steps, so that what the
     first one leaves behind is seen."""
     layout, algorithm = RECORDED[name]
     ranks, parallel = RECORDED_LAYOUTS[layout]
-    kind = ("qwen2", False)
+    kind = ("moe" if "moe" in name else "qwen2", False)
     model, batch = models[kind], batches[kind, False, False]
+    if "vpp2" in name:  # a layer a piece
+        model = make_model_folder(tmp_path / "model", kind[0], layers=4)
     overlapped = {"distributed": True, "overlap_grad_reduce": True} if "overlapped" in name else {}
     configs = [
         make_config(
