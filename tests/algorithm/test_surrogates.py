@@ -15,7 +15,10 @@ from vcpo_megatron.algorithm.surrogates import (
     TokenTerms,
     asymmetric,
     cispo,
+    ctpo,
     decoupled_ppo,
+    fspo,
+    geometric_mask,
     gspo,
     m2po,
     m2po_clip,
@@ -24,6 +27,7 @@ from vcpo_megatron.algorithm.surrogates import (
     second_moment_cutoff,
     second_moment_range,
     token_ess,
+    token_veto,
     veto,
 )
 from vcpo_megatron.config.methods import METHODS
@@ -187,6 +191,46 @@ def test_asymmetric() -> None:
     close(asymmetric(t, advantages(1, -1, -1), CLIP), 1, 1, -1, -1, -0.25, -0.25)
 
 
+def test_running_sums_stay_in_their_trajectory() -> None:
+    """Over sampled tokens only, whatever lies where there are none; a padded token is in no trajectory."""
+    values = torch.tensor([1.0, 2.0, 4.0, math.nan, 8.0, 16.0, 32.0, 5.0], dtype=torch.float64)
+    mask = torch.tensor([True, True, True, False, True, True, True, False])
+    t = TokenTerms(torch.zeros(8, dtype=torch.float64), mask, torch.tensor([0, 0, 0, 0, 0, 1, 1, 2]), 2)
+    close(t.running_sums(values), 1, 3, 7, 7, 15, 16, 48, 0)
+
+
+def test_ctpo() -> None:
+    """The ratio so far: 1.5, 3, 3 of 1.5, 2, 1, in windows of exp(sqrt(t)): e, 4.1, 5.7. Above, both signs are closed,
+    below only the negative one; a masked token counts in no position."""
+    bounds = Bounds(8.0, math.exp(-1), math.exp(1))
+    t = tokens([[1.5, 2.0, 1.0], [3.0, 1.0, 2.0], [3.0, 1.0, 2.0], [0.25, 1.0, 1.0], [0.25, 1.0, 1.0]], masked=1)
+    found = ctpo(t, advantages(2, 1, -1, 1, -1), bounds)
+    # 3 > e; 3 < e^sqrt(2) = 4.1; 6 > e^sqrt(3) = 5.7; 0.25 < 1/e, > e^-sqrt(2) = 0.243
+    close(found[:-1], 3, 6, 6, 0, 3, 0, 0, -3, 0, 0.25, 0.25, 0.25, 0, -0.25, -0.25)
+
+
+def test_fspo() -> None:
+    """Sequence ratios of 4 tokens in a band of exp(-2) to exp(2) = 7.39, of one token in exp(-1) to exp(1)."""
+    bounds = Bounds(8.0, math.exp(-1), math.exp(1))
+    t = tokens([[2.0, 3.0, 1.0, 1.0], [2.0, 4.0, 1.0, 1.0], [2.0, 4.0, 1.0, 1.0], [3.0], [0.1], [0.1]])
+    expected = [6.0] * 4 + [0.0] * 4 + [-8.0] * 4 + [0.0, 0.1, 0.0]
+    close(fspo(t, advantages(1, 1, -1, 1, 1, -1), bounds), *expected)
+
+
+def test_geometric_mask() -> None:
+    """Geometric means 2, sqrt(2) and 0.5 in a band of 0.6 to 1.5; what is left has truncated token weights."""
+    t = tokens([[2.0, 2.0], [16.0, 0.125], [0.5, 0.5]], masked=1)
+    close(geometric_mask(t, advantages(1, -3, 1), Bounds(8.0, 0.6, 1.5))[:6], 0, 0, -24, -0.375, 0, 0)
+
+
+def test_token_veto() -> None:
+    """One token below 1e-4 costs its trajectory, one above 8 is truncated; a masked one vetoes nothing."""
+    t = tokens([[2.0, 9e-5], [2.0, 1.1e-4], [20.0, 1.0]])
+    close(token_veto(t, advantages(1, 1, -1), Bounds(8.0, 1e-4, math.inf)), 0, 0, 2, 1.1e-4, -8, -1)
+    masked = TokenTerms(torch.tensor([0.0, -50.0]).double(), torch.tensor([True, False]), torch.tensor([0, 0]), 1)
+    close(token_veto(masked, advantages(3), Bounds(8.0, 1e-4, math.inf))[:1], 3)
+
+
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_ppo_clip_is_the_derivative_of_its_objective(sign: float) -> None:
     logs = torch.linspace(-1, 1, 41, dtype=torch.float64).requires_grad_()
@@ -217,7 +261,7 @@ def test_every_preset_names_functions_that_exist() -> None:
 UNCORRECTED, NORMS, SCALED = {"reinforce", "rloo"}, {"vcpo", "vcpo_opob_only"}, {"vcpo", "vcpo_ess_only"}
 LINEAR = UNCORRECTED | NORMS | SCALED | {"tis_token", "tis_sequence", "mis", "icepop"}
 CLIPPED = {"grpo", "dr_grpo", "ppo_clip", "decoupled_ppo", "gspo", "m2po", "m2po_clip", "cispo", "p3o", "mu_grpo"}
-CLIPPED |= {"asymmetric"}
+CLIPPED |= {"asymmetric", "ctpo", "fspo", "mis_geometric", "tis_veto"}
 
 
 def test_presets_say_what_they_are() -> None:

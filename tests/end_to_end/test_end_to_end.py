@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import signal
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,61 @@ def test_exact_lag_repeats_bit_for_bit_and_over_a_resume(tmp_path: Path) -> None
     counted = {"rollouts/generated", "rollouts/dropped"}  # what was lost with the crash was sampled twice
     strip = [{k: v for k, v in row.items() if k not in counted} for row in without_times(read_rows(tmp_path / "three"))]
     assert strip == [{k: v for k, v in row.items() if k not in counted} for row in one]
+
+
+ONE_RANK = ("launch.learner_ranks=1", "parallel.tensor=1")
+
+
+@pytest.mark.slow
+def test_recorded_norms_change_no_row_of_a_run(tmp_path: Path) -> None:
+    """Clips, at a lag of 2, every bit of every other number."""
+    settings = (
+        *ONE_RANK,
+        "algorithm.method=grpo",
+        "staleness.lag=exact",
+        "staleness.max_staleness=2",
+        "train.steps=10",
+        "train.eval_every=5",
+    )
+    rows = {}
+    for recorded in ("false", "true"):
+        with Run(tmp_path / recorded, *settings, f"algorithm.record_norms={recorded}") as run:
+            assert run.wait(150) == 0, run.text()
+        rows[recorded] = without_times(read_rows(tmp_path / recorded))
+    for before, after in zip(rows["false"], rows["true"], strict=True):
+        norms = {key: (before.pop(key), after.pop(key)) for key in list(before) if "norm/trajectory" in key}
+        assert before == after
+        assert [value for value, _ in norms.values()] == [None, None]
+        assert 0 < norms["grad_norm/trajectory_mean"][1] <= norms["grad_norm/trajectory_max"][1]
+
+
+@pytest.mark.slow
+def test_kill_9_between_two_updates_of_a_batch_trains_every_prompt_once(tmp_path: Path) -> None:
+    settings = (
+        *ONE_RANK,
+        "train.groups_per_step=6",
+        "train.updates_per_batch=3",
+        "staleness.max_staleness=4",
+        "train.steps=18",
+        "train.eval_every=9",
+        "checkpoint.every=4",
+    )
+    with Run(tmp_path / "run", *settings) as run:
+        run.wait_for(lambda: newest_checkpoint(run.run_dir) > 0, 150, "checkpoint")
+        run.members()["learner 0"].kill()
+        assert run.wait(20) == 1
+    begun = newest_checkpoint(tmp_path / "run")
+    with Run(tmp_path / "run", resume=True) as run:
+        assert run.wait(150) == 0, run.text()
+    rows = read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(18)) and begun % 3
+    assert all(row["step"] % 3 <= row["staleness/max"] <= 4 for row in rows if row["step"] < begun)
+    # from the checkpoint on the servers had its version, in the midst of a batch
+    assert all(min(row["step"] % 3, row["step"] - begun) <= row["staleness/max"] <= 4 for row in rows[begun:])
+    assert rows[-1]["rollouts/trained"] == 18 * 2 * 8 and rows[-1]["eval/version"] == 18
+    with closing(sqlite3.connect(tmp_path / "run" / "rollouts.sqlite")) as store:
+        trained = store.execute("SELECT cursor_index FROM groups WHERE current = 1 AND state = 'trained'").fetchall()
+    assert sorted(position for (position,) in trained) == list(range(36))
 
 
 VICTIMS = ("learner 0", "learner 1", "orchestrator 0", "server 0", "supervisor")

@@ -38,6 +38,7 @@ class Policy:
 
     def __init__(self, folder: Path, batch: Batch, temperature: float = 0.9) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        self.model.config._experts_implementation = "eager"  # the grouped one has no fp64
         self.parameters = dict(self.model.named_parameters())
         self.samples = [
             self._sample(g, t, temperature) for g, group in enumerate(batch.groups) for t in group.trajectories
@@ -188,6 +189,38 @@ def _icepop(s: Sample) -> Tensor:
     return torch.where((r >= 0.5) & (r <= 5.0), r, 0.0) * s.advantage * s.logp
 
 
+def _ctpo(s: Sample) -> Tensor:
+    """Token by token: the ratio so far is a number, only the token's own log-prob has a gradient."""
+    terms, so_far = [], 0.0
+    for t, (logp, mu) in enumerate(zip(s.logp, s.mu, strict=True), start=1):
+        so_far += float((logp - mu).detach())
+        low, high = -0.025 * math.sqrt(t), 0.05 * math.sqrt(t)
+        ratio = (so_far + logp - logp.detach()).exp()
+        kept = torch.minimum(ratio * s.advantage, ratio.clamp(math.exp(low), math.exp(high)) * s.advantage)
+        terms.append(torch.clamp(kept, min=math.exp(high) * s.advantage) if s.advantage < 0 else kept)
+    return torch.stack(terms)
+
+
+def _fspo(s: Sample) -> Tensor:
+    """J_i once a trajectory, spread over its tokens."""
+    root = math.sqrt(len(s.logp))
+    whole = _clipped((s.logp - s.mu).sum().exp(), s.advantage, 0.95**root, 1.05**root)
+    return (whole / len(s.logp)).expand(len(s.logp))
+
+
+def _truncated(s: Sample) -> Tensor:
+    return _ratio(s).detach().clamp(max=8.0) * s.advantage * s.logp
+
+
+def _geometric(s: Sample, low: float, high: float) -> Tensor:
+    mean = math.exp(float((s.logp - s.mu).detach().mean()))
+    return _truncated(s) if low <= mean <= high else 0.0 * s.logp
+
+
+def _token_veto(s: Sample, low: float) -> Tensor:
+    return 0.0 * s.logp if float(_ratio(s).detach().min()) < low else _truncated(s)
+
+
 def _m2_kept(samples: Sequence[Sample]) -> float:
     squares = sorted(float(x) ** 2 for s in samples for x in (s.logp - s.mu))
     while len(squares) > 1 and sum(squares) / len(squares) > 0.04:
@@ -271,4 +304,9 @@ OBJECTIVES: dict[str, tuple[str, bool, str, Callable[[Sequence[Sample]], Callabl
     ),
     "mu_grpo": ("group_mean", True, "sequence_token_mean", lambda _: _veto),
     "asymmetric": ("group_mean", True, "sequence_token_mean", lambda _: _asymmetric),
+    "ctpo": ("group_mean", True, "token_mean", lambda _: _ctpo),
+    "fspo": ("group_mean", True, "sequence_token_sum", lambda _: _fspo),
+    # in bands that the far batch is on both sides of
+    "mis_geometric": ("group_mean", True, "sequence_token_mean", lambda _: lambda s: _geometric(s, 0.5, 1.5)),
+    "tis_veto": ("group_mean", True, "sequence_token_mean", lambda _: lambda s: _token_veto(s, 0.1)),
 }

@@ -346,6 +346,7 @@ class FakeLearner(threading.Thread):
         self.may_leave = True
         self.left: list[int] = []
         self.sends_weights = True
+        self.updates = 1  # of a batch
         self.moves: Callable[[int], float] | None = None  # log-probs of the probe, by version
         self.ess_ratio = 1.0
         self.first_ess_ratio: float | None = None
@@ -441,8 +442,10 @@ class FakeLearner(threading.Thread):
         metrics["weight/mean"] = 0.0 if vanished else 1.0
         if self.on_policy_ratio is not None:
             metrics["ess/ratio_on_policy"] = self.on_policy_ratio
-        client.send(StepDone(StepResult(batch.step, self.version, skipped, metrics, results)))
-        self._weights(client)
+        follow = self.version.number % self.updates == 0
+        client.send(StepDone(StepResult(batch.step, self.version, skipped, metrics, results), follow))
+        if follow:
+            self._weights(client)
 
     def _leaves(self, client: ControlClient, step: int) -> bool:
         """Takes as long as the step does; whether it was to be left meanwhile."""
@@ -512,6 +515,7 @@ class FakeRun:
         )
         self.learner = FakeLearner(self.context)
         self.learner.values = written(self.config)
+        self.learner.updates = self.config.train.updates_per_batch
 
     def run(self, timeout_s: float = 50.0) -> str:
         """Reason of the end; what the controller raises."""

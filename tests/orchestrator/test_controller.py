@@ -57,6 +57,92 @@ def test_a_run_ends_and_never_trains_beyond_the_bound(tmp_path: Path, lag: int) 
     assert sorted(trained) == sorted(f"train-{i}" for i in range(16))
 
 
+@pytest.mark.parametrize(("updates", "lag", "adaptive"), [(2, 1, False), (2, 3, False), (4, 3, False), (2, 3, True)])
+def test_a_batch_in_several_updates(tmp_path: Path, updates: int, lag: int, adaptive: bool) -> None:
+    """Four groups a batch: servers get the weights of its last step only, later steps count their lag, and every prompt
+    is trained once. Held-out versions are among those that servers get."""
+    run = FakeRun(
+        tmp_path,
+        config(
+            staleness={"max_staleness": lag, "adaptive": adaptive},
+            train={"steps": 12, "groups_per_step": 4, "updates_per_batch": updates, "eval_every": 4},
+        ),
+    )
+    run.learner.ess_ratio = 0.2  # so low that an adaptive run samples as little ahead as it may
+    run.learner.first_ess_ratio = 1.0
+    assert run.run() == "run ended"
+    assert [len(batch.groups) for batch in run.learner.batches] == [4 // updates] * 12
+    assert max(run.staleness()) <= lag
+    loaded = [event for event in run.clients[0].events if event.startswith("loaded")]
+    numbers = [int(event.split(".")[-1]) for event in loaded]
+    assert set(numbers) <= set(range(0, 13, updates)) and {0, 4, 8, 12} <= set(numbers)
+    rows = run.rows()
+    check_counters(rows)
+    for row in rows:
+        assert row["step"] % updates <= row["staleness/max"] <= lag
+    if lag == updates - 1:  # every batch is sampled by the version that its first step trains
+        assert all(row["staleness/mean"] == row["step"] % updates for row in rows)
+    assert [row["eval/version"] for row in rows if "eval/version" in row] == [0, 4, 8, 12]
+    trained = [group.prompt_id for batch in run.learner.batches for group in batch.groups]
+    assert sorted(trained) == sorted(f"train-{i}" for i in range(48 // updates))
+    if adaptive:
+        assert min(row["staleness/admitted"] for row in rows) == updates - 1
+
+
+@pytest.mark.parametrize(("crash", "every"), [(5, 1), (5, 3), (6, 1), (7, 2)])
+def test_resume_between_two_updates_trains_every_prompt_exactly_once(tmp_path: Path, crash: int, every: int) -> None:
+    """The learner fails in step ``crash``; the checkpoint that is left may be in the midst of a batch of three."""
+
+    def attempt(number: int, resume_step: int | None) -> FakeRun:
+        keys = {"steps": 9, "groups_per_step": 3, "updates_per_batch": 3}
+        run = FakeRun(
+            tmp_path,
+            config(staleness={"max_staleness": 4}, checkpoint={"every": every}, train=keys),
+            attempt=number,
+            resume_step=resume_step,
+        )
+        return run
+
+    run = attempt(1, None)
+    run.learner.error_at = crash
+    with pytest.raises(ControlError):
+        run.run()
+    kept = RunDirectory(tmp_path).complete_steps()[-1]
+    assert kept == crash - crash % every
+    again = attempt(2, kept)
+    assert again.run() == "run ended"
+    batches = run.learner.batches[:kept] + again.learner.batches
+    assert [batch.step for batch in batches] == list(range(9))
+    trained = [group.prompt_id for batch in batches for group in batch.groups]
+    assert sorted(trained) == sorted(f"train-{i}" for i in range(9))
+    assert max(again.staleness()) <= 4
+    assert [row["step"] for row in again.rows()] == list(range(9))
+    check_counters(again.rows())
+    loaded = [event.split()[-1] for event in again.clients[0].events if event.startswith("loaded")]
+    assert loaded[0] == f"2.{kept}" and all(int(name[2:]) % 3 == 0 for name in loaded[1:])
+
+
+def test_a_stop_between_two_updates_keeps_the_rest_of_the_batch(tmp_path: Path) -> None:
+    def cfg() -> Any:
+        return config(staleness={"max_staleness": 2}, train={"steps": 6, "groups_per_step": 3, "updates_per_batch": 3})
+
+    async def stop(run: FakeRun, controller: Any) -> None:
+        while not run.learner.batches:
+            await asyncio.sleep(0.002)
+        controller.request_stop("stopped by signal")
+
+    run = FakeRun(tmp_path, cfg(), during=stop)
+    run.learner.step_s = 0.1
+    assert run.run() == "stopped by signal"
+    (kept,) = run.learner.checkpoints
+    assert kept in (1, 2)
+    again = FakeRun(tmp_path, cfg(), attempt=2, resume_step=kept)
+    assert again.run() == "run ended"
+    trained = [g.group_id for batch in run.learner.batches + again.learner.batches for g in batch.groups]
+    assert trained[:3] == [0, 1, 2] and len(set(trained)) == 6
+    assert again.rows()[-1]["rollouts/dropped"] == 0
+
+
 def test_lag_is_used_when_it_is_allowed(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, config(staleness={"max_staleness": 2}, train={"steps": 10}))
     run.learner.step_s = 0.05

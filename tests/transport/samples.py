@@ -131,6 +131,7 @@ MESSAGES: list[Any] = [
             trajectories=(TrajectoryResult(3, 0, -0.5, 0.6065, 2.5, 0.25), TrajectoryResult(3, 1, 9.0, 8.0, 0.0, 0.25)),
         )
     ),
+    StepDone(StepResult(0, PolicyVersion(1, 1), "", {}, ()), weights_follow=False),
     Checkpoint(20, {"cursor": 12, "open": [1, 2], "nested": {"a": None, "b": [True, 0.5, "x"]}}),
     CheckpointDone(20, 1.75),
     Stop("done"),

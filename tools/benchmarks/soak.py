@@ -223,7 +223,7 @@ def _wrong_rows(directory: RunDirectory, config: RunConfig, steps: int, trained:
     """Rows that are missing or too many, and whether the last does not count what the store holds."""
     rows = read_rows(directory.metrics)
     skipped = sum(int(row["step/skipped"]) for row in rows)
-    expected = (steps - skipped) * config.train.groups_per_step * config.train.group_size
+    expected = (steps - skipped) * config.train.groups_per_update * config.train.group_size
     wrong = {row["step"] for row in rows} ^ set(range(steps))
     return len(wrong) + (trained != expected) + bool(rows and rows[-1]["rollouts/trained"] != trained)
 

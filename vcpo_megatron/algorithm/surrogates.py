@@ -11,6 +11,7 @@ trajectory i. Nothing here is differentiated through.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -45,6 +46,22 @@ class TokenTerms:
         """[T] -> [n] over unmasked tokens."""
         return segment_sum(values, self.mask, self.segments, self.n)
 
+    def lengths(self) -> Tensor:
+        """Sampled tokens of each trajectory: [n]."""
+        return self.sums(torch.ones_like(self.log_ratio))
+
+    def running_sums(self, values: Tensor) -> Tensor:
+        """[T] -> [T]: over the sampled tokens of the same trajectory up to this one, which must lie end to end.
+
+        By doubling: a sum over the whole pack would mix trajectories, and on GPUs has no form that repeats its bits.
+        """
+        total, reach = torch.where(self.mask, values, 0.0), 1
+        while reach < len(total):
+            same = self.segments[reach:] == self.segments[:-reach]
+            total = torch.cat([total[:reach], total[reach:] + torch.where(same, total[:-reach], 0.0)])
+            reach *= 2
+        return total
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -53,6 +70,11 @@ class Bounds:
     threshold: float
     low: float
     high: float
+
+    @property
+    def logs(self) -> tuple[float, float]:
+        """log low and log high."""
+        return math.log(self.low) if self.low > 0 else -math.inf, math.log(self.high)
 
 
 Surrogate = Callable[[TokenTerms, Tensor, Bounds], Tensor]
@@ -169,6 +191,58 @@ def asymmetric(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
     return tokens.per_token(torch.where(advantage.to(weight) < 0, weight, 1.0) * advantage.to(weight))
 
 
+def ctpo(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """Cumulative ratio of the tokens up to t, clipped in a window that widens with sqrt(t) (CTPO, arXiv 2605.07331).
+
+    r_t = exp(sum_{s <= t} log ratio_s) multiplies the score of token t alone and is detached. As its authors' code has
+    it (horizon-llm/CTPO, the position-adaptive form with the product): the window is [low^sqrt(t), high^sqrt(t)], t
+    counted over sampled tokens; above it a token has no gradient for either sign of A (PPO's clip for A > 0, their
+    dual clip, whose bound is the same, for A < 0), below it none for A < 0.
+    """
+    (low, high), a = bounds.logs, tokens.per_token(advantage)
+    log_ratio = tokens.running_sums(tokens.log_ratio)
+    root = tokens.running_sums(torch.ones_like(log_ratio)).sqrt()
+    closed = (log_ratio > high * root) | ((a < 0) & (log_ratio < low * root))
+    return torch.where(closed, 0.0, bounded_exp(log_ratio) * a)
+
+
+def fspo(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """PPO's clip of the whole sequence ratio exp(l_i) in a band that widens with sqrt(T_i) (FSPO, arXiv 2509.09177).
+
+    A sketch from the abstract, which says that the log ratio of the sequence is clipped in a band that scales with the
+    root of its length. Chosen here, since it does not say: PPO's min decides which side is closed, the band is
+    [low^sqrt(T), high^sqrt(T)], and its width.
+    """
+    low, high = bounds.logs
+    log_ratio, root = tokens.sums(tokens.log_ratio), tokens.lengths().sqrt()
+    a = advantage.to(log_ratio)
+    closed = ((a > 0) & (log_ratio > high * root)) | ((a < 0) & (log_ratio < low * root))
+    return tokens.per_token(torch.where(closed, 0.0, bounded_exp(log_ratio) * a))
+
+
+def _token_weighted(tokens: TokenTerms, advantage: Tensor, bounds: Bounds, kept: Tensor) -> Tensor:
+    """Truncated token weights times A in the trajectories that are ``kept``, bool [n]."""
+    weight = bounded_exp(truncated_log_weights(tokens.log_ratio, bounds.threshold))
+    return weight * tokens.per_token(torch.where(kept, advantage.to(weight), 0.0))
+
+
+def geometric_mask(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """Truncated token weights; a trajectory whose geometric mean ratio exp(l_i / T_i) leaves [low, high] is dropped
+    (geometric rejection with token weights, Liu et al. 2025, "When speed kills stability"; verl's rollout correction).
+    """
+    low, high = bounds.logs
+    mean = tokens.sums(tokens.log_ratio) / tokens.lengths().clamp(min=1.0)
+    return _token_weighted(tokens, advantage, bounds, (mean >= low) & (mean <= high))
+
+
+def token_veto(tokens: TokenTerms, advantage: Tensor, bounds: Bounds) -> Tensor:
+    """Truncated token weights; a trajectory with a token whose ratio leaves [low, high] is dropped (the veto of Liu et
+    al. 2025 and verl, against tokens that the learner finds all but impossible)."""
+    low, high = bounds.logs
+    outside = (tokens.log_ratio < low) | (tokens.log_ratio > high)
+    return _token_weighted(tokens, advantage, bounds, tokens.sums(outside.to(tokens.log_ratio)) == 0)
+
+
 #: Surrogates by name; "weighted" methods are formed from weights and have none.
 SURROGATES: Mapping[str, Surrogate] = {
     "ppo_clip": ppo_clip,
@@ -180,6 +254,10 @@ SURROGATES: Mapping[str, Surrogate] = {
     "p3o": p3o,
     "veto": veto,
     "asymmetric": asymmetric,
+    "ctpo": ctpo,
+    "fspo": fspo,
+    "geometric_mask": geometric_mask,
+    "token_veto": token_veto,
 }
 
 

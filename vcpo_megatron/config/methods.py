@@ -26,9 +26,14 @@ OPOB_BASELINES = ("opob", "opob_leave_one_out")
 #: Statistics that ``algorithm.second_moment`` bounds.
 SECOND_MOMENTS = ("second_moment", "second_moment_range")
 #: Surrogates that look at a trajectory's tokens as a whole or in order.
-ORDERED_SURROGATES = ("gspo", "veto", "asymmetric")
+ORDERED_SURROGATES = ("gspo", "veto", "asymmetric", "ctpo", "fspo", "geometric_mask", "token_veto")
 #: Surrogates that look at ``ratio_low`` or ``ratio_high``.
-BOUNDED_SURROGATES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo", "veto")
+BOUNDED_SURROGATES = (
+    *("ppo_clip", "decoupled_ppo", "gspo", "cispo", "veto"),
+    *("ctpo", "fspo", "geometric_mask", "token_veto"),
+)
+#: Surrogates that truncate weights at ``is_threshold``.
+TRUNCATED_SURROGATES = ("decoupled_ppo", "geometric_mask", "token_veto")
 
 
 @dataclass(frozen=True)
@@ -155,4 +160,29 @@ METHODS: Mapping[str, MethodPreset] = {
         ratio_high=5.0,
     ),
     "asymmetric": MethodPreset("sequence ratios for negative answers only, capped at 1", surrogate="asymmetric"),
+    "ctpo": MethodPreset(
+        "clip of the ratio of the tokens so far, wider by the root of their number",
+        surrogate="ctpo",
+        loss_normalization="token_mean",
+        ratio_low=math.exp(-0.025),
+        ratio_high=math.exp(0.05),
+    ),
+    "fspo": MethodPreset(
+        "sketch: clip of the sequence ratio, wider by the root of its length",
+        surrogate="fspo",
+        loss_normalization="sequence_token_sum",
+        ratio_low=0.95,
+        ratio_high=1.05,
+    ),
+    "mis_geometric": MethodPreset(
+        "truncated token weights, answers dropped whose geometric mean ratio leaves a band",
+        surrogate="geometric_mask",
+        ratio_low=0.999,
+        ratio_high=1.001,
+    ),
+    "tis_veto": MethodPreset(
+        "truncated token weights, answers dropped that have a token of vanishing ratio",
+        surrogate="token_veto",
+        ratio_low=1e-4,
+    ),
 }

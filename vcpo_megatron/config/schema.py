@@ -135,6 +135,11 @@ class AlgorithmConfig(Section):
     opob_accumulator_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="bfloat16 halves the accumulators and is not exact; its error is a metric"
     )
+    record_norms: bool = Field(
+        False,
+        description="record every trajectory's gradient norm beside a method whose baseline does not need it; the step "
+        "stays the same, and takes another forward and backward",
+    )
     ess_scaling: bool | None = Field(
         None, description="scale the learning rate by min(1, ESS ratio / base_ess_ratio)^p"
     )
@@ -211,6 +216,11 @@ class TrainConfig(Section):
 
     steps: int = Field(gt=0, description="optimizer steps of the whole run, those before a resume included")
     groups_per_step: int = Field(8, gt=0, description="prompts of a batch")
+    updates_per_batch: int = Field(
+        1,
+        ge=1,
+        description="optimizer steps that a batch is split into, each a version; the last one's weights are sent",
+    )
     group_size: int = Field(8, gt=0, description="answers to every prompt; at least 2")
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 turns them off")
     seed: int = Field(0, ge=0, description="of prompts and their order, and of sampling in exact lag")
@@ -226,6 +236,15 @@ class TrainConfig(Section):
     start_optimizer: bool = Field(
         False, description="take the optimizer's state from train.start_from, too; schedule and ESS begin anew"
     )
+
+    @property
+    def groups_per_update(self) -> int:
+        """Prompts of an optimizer step."""
+        return self.groups_per_step // self.updates_per_batch
+
+    def begins_batch(self, version: int) -> bool:
+        """Whether the step from ``version`` on is the first one of a batch: the servers are given that version."""
+        return version % self.updates_per_batch == 0
 
 
 class RolloutConfig(Section):

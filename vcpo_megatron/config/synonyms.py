@@ -6,6 +6,7 @@ Nothing is accepted under another name: a name that means the same to two traine
 from __future__ import annotations
 
 _BATCH = "a batch is train.groups_per_step prompts x train.group_size answers here"
+_UPDATES = "a batch is split into train.updates_per_batch optimizer steps"
 _MICRO = "micro-batches are packs of up to train.max_pack_tokens tokens here"
 _DATA = "data parallel is what tensor x pipeline x context leave of launch.learner_ranks"
 _RATIO = "bounds are of the ratio itself here, 1 - epsilon and 1 + epsilon: algorithm.ratio_low and ratio_high"
@@ -69,6 +70,7 @@ _KEYS: dict[str, str] = {
     "tis_clip": "algorithm.is_threshold",
     "tis_imp_ratio_cap": "algorithm.is_threshold",
     "rollout_is_threshold": "algorithm.is_threshold",
+    "rollout_is_veto_threshold": 'tokens veto their answer by algorithm.method = "tis_veto"',
     "clip_ratio": _RATIO,
     "cliprange": _RATIO,
     "eps_clip": _RATIO,
@@ -134,7 +136,15 @@ _KEYS: dict[str, str] = {
     "batch_size": _BATCH,
     "global_batch_size": _BATCH,
     "train_batch_size": _BATCH,
-    "ppo_mini_batch_size": _BATCH,
+    "ppo_mini_batch_size": _UPDATES,
+    "mini_batch_size": _UPDATES,
+    "num_mini_batches": "train.updates_per_batch",
+    "num_minibatches": "train.updates_per_batch",
+    "num_steps_per_rollout": "train.updates_per_batch",
+    "steps_per_generation": "train.updates_per_batch",
+    "ppo_n_minibatches": "train.updates_per_batch",
+    "ppo_epochs": "a rollout is trained on once; train.updates_per_batch splits a batch into several steps",
+    "num_iterations": "a rollout is trained on once; train.updates_per_batch splits a batch into several steps",
     "per_device_train_batch_size": _MICRO,
     "micro_batch_size": _MICRO,
     "ppo_micro_batch_size_per_gpu": _MICRO,
@@ -297,6 +307,10 @@ _VALUES: dict[str, dict[str, str]] = {
         "decoupled": "decoupled_ppo",
         "reinforce++": "reinforce",
         "reinforce_plus_plus": "reinforce",
+        "geo_rs": "mis_geometric",
+        "geo_rs_token_tis": "mis_geometric",
+        "geometric": "mis_geometric",
+        "veto": "tis_veto",
     },
     "algorithm.baseline": {
         "rloo": "leave_one_out",

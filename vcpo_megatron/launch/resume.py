@@ -26,6 +26,7 @@ def _keys(table: dict[str, str]) -> frozenset[str]:
 #: Keys that touch neither the policy nor what it is trained on.
 _FREE = _keys(
     {
+        "algorithm": "record_norms",
         "train": "eval_every max_pack_tokens steps",
         "rollout": (
             "addresses args bucket_bytes health_interval_s health_timeout_s max_failure_ratio max_prompt_failures "

@@ -7,7 +7,7 @@ The loop (all ranks)    consumes: commands      produces: StepDone, WeightsReady
                         unblocked by: a message, or rank 0's idle command every few seconds (so that a
                         silent orchestrator never lets a collective run into its deadline)
 
-Weights of every version are copied right after the step and sent by a thread of their own (``weight_sync.learner``). A
+Weights are copied right after the last step of a batch and sent by a thread of their own (``weight_sync.learner``). A
 checkpoint is written by a thread while further commands are served; it is looked after between commands.
 """
 
@@ -137,8 +137,11 @@ class Worker:
         self._version = result.version
         if self._sender is not None:  # of the version that this step started from: its own is copied after StepDone
             result = replace(result, metrics={**result.metrics, "time/sync_stall": self._stall_s})
-        self._send(StepDone(result))
-        self._publish_weights()
+        weights_follow = self._config.train.begins_batch(self._version.number)
+        self._send(StepDone(result, weights_follow))
+        self._stall_s = 0.0
+        if weights_follow:
+            self._publish_weights()
         if self._exports.is_due(self._version.number):
             self._set_doing(f"exports the policy of step {self._version.number}")
             self._exports.write(self._version.number)

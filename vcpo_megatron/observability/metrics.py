@@ -187,7 +187,8 @@ METRICS: Mapping[str, Metric] = {
         ),
     ),
     "grad_norm/trajectory_mean": Metric(
-        "norm of a trajectory's unweighted score gradient |g_i|",
+        "norm of a trajectory's unweighted score gradient |g_i|, of groups with variance; only with an OPOB baseline "
+        "or algorithm.record_norms",
         reducer="mean",
         healthy="falls as the policy becomes sure",
     ),

@@ -401,7 +401,7 @@ class Controller:
         config = self._config
         return GenerationRules(
             group_size=config.train.group_size,
-            total_groups=self._parts.steps * config.train.groups_per_step,
+            total_groups=self._parts.steps * config.train.groups_per_update,
             resample_failed=config.rollout.on_failure == "resample",
             drop_zero_variance=config.train.drop_zero_variance,
             max_zero_variance=_failure_window(config),
@@ -411,7 +411,8 @@ class Controller:
         staleness = self._config.staleness
         if not staleness.adaptive:
             return None
-        pacer = Pacer(staleness.max_staleness, staleness.adaptive_ess)
+        least = self._config.train.updates_per_batch - 1
+        pacer = Pacer(staleness.max_staleness, staleness.adaptive_ess, least)
         if "pacer" in state:
             pacer.restore(state["pacer"])
         return pacer
@@ -419,7 +420,8 @@ class Controller:
     def _bound(self) -> StalenessBound:
         config = self._config
         on_policy = AUTO_BASE_STEPS if config.algorithm.base_ess_ratio == "auto" else 0
-        return StalenessBound(config.staleness.max_staleness, config.train.groups_per_step, on_policy)
+        train, k = config.train, config.staleness.max_staleness
+        return StalenessBound(k, train.groups_per_update, on_policy, train.updates_per_batch)
 
     def _starts(self) -> bool:
         """Whether a server starts, which takes minutes and has a deadline of its own."""

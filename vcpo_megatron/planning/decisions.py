@@ -58,17 +58,19 @@ def _precision(config: RunConfig) -> Iterator[str]:
 
 
 def _batch(config: RunConfig) -> Iterator[str]:
-    groups, size, replicas = config.train.groups_per_step, config.train.group_size, max(1, config.data_parallel)
+    groups, size, replicas = config.train.groups_per_update, config.train.group_size, max(1, config.data_parallel)
     whole, rest = divmod(groups * size, replicas)
     each = f"{whole}" if not rest else f"{whole} or {whole + 1}"
     yield (
         f"{groups} groups x {size} answers = {groups * size} trajectories a step, {each} a data-parallel replica "
         f"(replicas: {replicas}, learner ranks: {config.launch.learner_ranks})"
     )
+    if (updates := config.train.updates_per_batch) > 1:
+        yield f"{updates} steps a batch of {config.train.groups_per_step} groups; weights are sent after the last"
 
 
 def _run(config: RunConfig) -> Iterator[str]:
-    steps, groups, size = config.train.steps, config.train.groups_per_step, config.train.group_size
+    steps, groups, size = config.train.steps, config.train.groups_per_update, config.train.group_size
     yield (
         f"{steps} steps: {steps * groups} groups, {steps * groups * size} trajectories of at most "
         f"{config.rollout.max_new_tokens} sampled tokens"
@@ -79,7 +81,7 @@ def _run(config: RunConfig) -> Iterator[str]:
 
 def _staleness(config: RunConfig) -> Iterator[str]:
     lag = config.staleness.max_staleness
-    ahead = (lag + 1) * config.train.groups_per_step * config.train.group_size
+    ahead = (lag + 1) * config.train.groups_per_update * config.train.group_size
     how = "exactly" if config.staleness.lag == "exact" else "at most"
     yield f"{how} {lag} versions; at most {ahead} trajectories sampled ahead; servers: {config.rollout.fleet_size}"
 

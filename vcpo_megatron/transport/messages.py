@@ -3,7 +3,7 @@
 orchestrator (ROUTER, asyncio)                    learner rank 0 (DEALER, blocking)
     <-- Hello        once, with the run's token
     <-- Loaded       once, when its parameters are those of that version
-    <-- WeightsReady after the start and after every step
+    <-- WeightsReady after the start and after the last step of every batch
     --> SyncDone     it was received; what lies on the disk need not be kept in memory any more
     --> OpenGroup    <-- GroupOpened    rollout.sync = "distributed": servers and sender meet at an address
     --> SendWeights  <-- WeightsSent    all buckets of a version, in the order of its plan: broadcast, or, with
@@ -169,7 +169,10 @@ class BatchReady:
 
 @dataclass(frozen=True)
 class StepDone:
+    """``weights_follow``: a WeightsReady of the step's version comes next, as it does after the last one of a batch."""
+
     result: StepResult
+    weights_follow: bool = True
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ GOOD_LIMITS = [
     [("algorithm.method", "tis_token"), ("algorithm.baseline", "opob")],
     [
         ("algorithm.method", "grpo"),
+        ("algorithm.record_norms", True),
         ("algorithm.ratio_high", 1.3),
         ("algorithm.ess_scaling", True),
         ("algorithm.ess_rule", "linear"),
@@ -81,6 +82,7 @@ GOOD_LIMITS = [
     ),
     [("algorithm.method", "icepop"), ("algorithm.is_level", "turn")],
     [("algorithm.method", "m2po"), ("algorithm.second_moment", 0.1)],
+    [("train.updates_per_batch", 4), ("train.steps", 8), ("train.eval_every", 4), ("staleness.max_staleness", 3)],
     [("algorithm.method", "m2po_clip"), ("algorithm.second_moment", 0.1)],
     [("algorithm.opob_weights", "truncated"), ("algorithm.opob_accumulator_dtype", "bfloat16")],
     [("optimizer.schedule", "cosine"), ("optimizer.min_lr", 1e-7)],
@@ -171,6 +173,27 @@ BAD = [
     (
         [("algorithm.is_level", "turn"), ("algorithm.opob_weights", "truncated")],
         'algorithm.opob_weights = "truncated"',
+    ),
+    ([("algorithm.record_norms", True)], "algorithm.record_norms = true"),
+    ([("train.updates_per_batch", 3), ("train.steps", 9), ("train.eval_every", 0)], "train.updates_per_batch = 3"),
+    ([("train.updates_per_batch", 2), ("train.steps", 9)], "train.steps = 9"),
+    ([("train.updates_per_batch", 2), ("train.eval_every", 5), ("train.steps", 10)], "train.eval_every = 5"),
+    (
+        [("train.updates_per_batch", 4), ("train.steps", 8), ("staleness.max_staleness", 2)],
+        "staleness.max_staleness = 2",
+    ),
+    ([("train.updates_per_batch", 2), ("train.steps", 8), ("staleness.lag", "exact")], "train.updates_per_batch = 2"),
+    (
+        [("train.updates_per_batch", 2), ("train.steps", 8), ("algorithm.base_ess_ratio", "auto")],
+        'algorithm.base_ess_ratio = "auto"',
+    ),
+    (
+        [("train.updates_per_batch", 2), ("train.steps", 8), ("algorithm.method", "decoupled_ppo")],
+        "train.updates_per_batch = 2",
+    ),
+    (
+        [("train.updates_per_batch", 4), ("train.steps", 8), ("launch.learner_ranks", 4)],
+        "train.groups_per_step = 4 / updates_per_batch = 4",
     ),
     ([("algorithm.opob_mode", "two_pass"), ("algorithm.opob_accumulators", 2)], "algorithm.opob_accumulators = 2"),
     ([("algorithm.method", "tis_sequence"), ("algorithm.opob_accumulators", 2)], "algorithm.opob_accumulators = 2"),

@@ -124,10 +124,19 @@ for _rule in RULES:
     CASES[f"{_rule} opob"] = Case(1, {"loss_normalization": _rule}, pack=30)
     CASES[f"{_rule} opob whole groups dp2"] = Case(2, {"loss_normalization": _rule}, pack=1000)
     CASES[f"{_rule} plain dp2"] = Case(2, {"loss_normalization": _rule, "method": "tis_sequence"}, pack=30)
+#: method -> keys beside it: bounds between which the far batch's ratios lie, and beyond which
+BANDS: dict[str, dict[str, float]] = {
+    "mis_geometric": {"ratio_low": 0.5, "ratio_high": 1.5},
+    "tis_veto": {"ratio_low": 0.1},
+}
 for _method in OBJECTIVES:
-    CASES[_method] = Case(1, {"method": _method, "allow_uncorrected": True}, far=True)
-for _method, _layout in (("m2po", "pp2"), ("p3o", "dp2"), ("p3o", "pp2"), ("gspo", "tp2"), ("mu_grpo", "dp2")):
-    CASES[f"{_method} {_layout}"] = Case(LAYOUTS[_layout][0], {"method": _method}, LAYOUTS[_layout][1], far=True)
+    CASES[_method] = Case(1, {"method": _method, "allow_uncorrected": True, **BANDS.get(_method, {})}, far=True)
+for _method, _layout in (
+    *(("m2po", "pp2"), ("p3o", "dp2"), ("p3o", "pp2"), ("gspo", "tp2"), ("mu_grpo", "dp2")),
+    *(("ctpo", "pp2"), ("ctpo", "dp2"), ("fspo", "tp2"), ("mis_geometric", "tp2"), ("tis_veto", "pp2")),
+):
+    _ranks, _parallel = LAYOUTS[_layout]
+    CASES[f"{_method} {_layout}"] = Case(_ranks, {"method": _method, **BANDS.get(_method, {})}, _parallel, far=True)
 
 
 def _oracle(case: Case, model: Path, batch: Batch, config: RunConfig) -> tuple[dict[str, torch.Tensor], Policy]:
@@ -266,6 +275,80 @@ def test_a_token_that_is_far_off_does_not_cost_its_batch(models: dict[tuple[str,
         assert not result.skipped and 0 < result.metrics["grad_norm/total"] < 1e12, algorithm
         assert np.isfinite(result.metrics["loss"])
         assert all(bool(p.isfinite().all()) for p in outcome["parameters"].values())
+
+
+#: layouts, and methods: clips, weights of tokens, a statistic, an estimate of the norms; ranks -> what runs there
+RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo single": ("single", {"method": "grpo"}),
+    "tis_token single": ("single", {"method": "tis_token"}),
+    "proxy single": ("single", {"method": "vcpo", "opob_mode": "proxy"}),
+    "m2po single": ("single", {"method": "m2po"}),
+    "p3o anchored single": ("single", {"method": "p3o", "behavior_anchor": 0.5}),
+    **{f"grpo {layout}": (layout, {"method": "grpo"}) for layout in ("tp2", "pp2", "dp2", "cp2", "pp2 vpp2")},
+    "proxy pp2": ("pp2", {"method": "vcpo", "opob_mode": "proxy"}),
+    "tis_sequence dp2 overlapped": ("dp2 overlapped", {"method": "tis_sequence"}),
+    "grpo moe ep2": ("ep2", {"method": "grpo"}),
+}
+RECORDED_LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    **LAYOUTS,
+    "cp2": (2, {"context": 2}),
+    "pp2 vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "dp2 overlapped": (2, {}),
+    "ep2": (2, {"expert": 2}),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", matrix(RECORDED, ("grpo single", "tis_token single", "proxy single", "grpo tp2")))
+def test_recorded_norms_are_exact_and_change_nothing_else(
+    name: str, models: dict[tuple[str, bool], Path], batches: dict[Any, Batch], tmp_path: Path
+) -> None:
+    """Gradient, parameters and every other number have the bits that they have without; two steps, so that what the
+    first one leaves behind is seen."""
+    layout, algorithm = RECORDED[name]
+    ranks, parallel = RECORDED_LAYOUTS[layout]
+    kind = ("moe" if "moe" in name else "qwen2", False)
+    model, batch = models[kind], batches[kind, False, False]
+    if "vpp2" in name:  # a layer a piece
+        model = make_model_folder(tmp_path / "model", kind[0], layers=4)
+    overlapped = {"distributed": True, "overlap_grad_reduce": True} if "overlapped" in name else {}
+    configs = [
+        make_config(
+            model,
+            ranks,
+            parallel=parallel,
+            train={"max_pack_tokens": 40},
+            algorithm={**algorithm, "record_norms": recorded},
+            optimizer=overlapped,
+        )
+        for recorded in (False, True)
+    ]
+    cases = [(config, [batch, replace(batch, step=1)]) for config in configs]
+    without, found = run_world(ranks, "learner.run_layouts:one_step_each", {"cases": cases})
+    for part in ("gradients", "parameters"):
+        assert all(torch.equal(tensor, found[part][key]) for key, tensor in without[part].items())
+    for before, after in zip(without["results"], found["results"], strict=True):
+        assert {k: v for k, v in before.metrics.items() if not _of_norms(k)} == pytest.approx(
+            {k: v for k, v in after.metrics.items() if not _of_norms(k)}, rel=0, abs=0, nan_ok=True
+        )
+        assert np.isnan(before.metrics["grad_norm/trajectory_mean"])
+        assert [replace(row, grad_norm=0.0) for row in before.trajectories] == [
+            replace(row, grad_norm=0.0) for row in after.trajectories
+        ]
+    policy, preset = Policy(model, batch), configs[1].algorithm.preset
+    policy.normalize(preset.loss_normalization)
+    norms = [
+        norm if len({s.reward for s in policy.samples if s.group == sample.group}) > 1 else float("nan")
+        for sample, norm in zip(policy.samples, policy.opob(sequence=preset.is_level != "token"), strict=True)
+    ]
+    rows, metrics = found["results"][0].trajectories, found["results"][0].metrics
+    assert [row.grad_norm for row in rows] == pytest.approx(norms, rel=5e-6, nan_ok=True)
+    assert metrics["grad_norm/trajectory_mean"] == pytest.approx(np.nanmean(norms), rel=5e-6)
+    assert metrics["grad_norm/trajectory_max"] == pytest.approx(np.nanmax(norms), rel=5e-6)
+
+
+def _of_norms(name: str) -> bool:
+    return name.startswith(("grad_norm/trajectory", "time/"))
 
 
 def test_every_preset_is_held_to_an_oracle() -> None:

@@ -68,10 +68,13 @@ class Made:
         return [group.group_id for group in poll.batch.groups]
 
 
-def make(k: int, groups: int, size: int = 2, wait_s: float = 10.0, version: int = 0) -> tuple[Made, Clock]:
+def make(
+    k: int, groups: int, size: int = 2, wait_s: float = 10.0, version: int = 0, updates: int = 1
+) -> tuple[Made, Clock]:
+    """``groups`` of a step."""
     clock = Clock()
     ledger = GroupLedger(NoStore(), Cursor(), version=version, clock=clock)
-    return Made(ledger, StalenessBound(k, groups), size, wait_s), clock
+    return Made(ledger, StalenessBound(k, groups, updates_per_batch=updates), size, wait_s), clock
 
 
 def ages(batch: Batch) -> list[int]:
@@ -240,6 +243,51 @@ def test_what_is_not_due_is_not_dropped_for_want_of_groups() -> None:
     poll = batcher.poll()
     assert poll.expired == () and poll.waits_for == (0,) and poll.retry_s is None
     assert poll.why == "0 of 2 groups are complete"
+
+
+def test_a_batch_of_two_updates_is_chosen_whole_and_handed_out_in_order() -> None:
+    """G = 2 groups a step, k = 1: a batch is four groups of one version; the second step trains at a lag of 1."""
+    batcher, _ = make(1, 2, updates=2)
+    for group_id in range(4):
+        assert batcher.may_admit(0)
+        batcher.admit(group_id, 0)
+    assert not batcher.may_admit(0)
+    for group_id in (3, 1, 2):
+        batcher.complete(group_id, 0)
+    poll = batcher.poll()
+    assert poll.batch is None and poll.waits_for == (0,)  # two are complete, and would do for the first step
+    batcher.complete(0, 0)
+    assert batcher.step() == [0, 1]
+    assert not batcher.may_admit(0)  # no server has newer weights in the midst of a batch
+    assert_names(batcher.describe(), "step 1")
+    batch = batcher.poll().batch
+    assert batch is not None and [group.group_id for group in batch.groups] == [2, 3] and ages(batch) == [1, 1]
+    batcher.train()
+    assert batcher.may_admit(2) and batcher.poll().batch is None
+
+
+def test_a_group_of_the_batch_that_ends_between_its_updates_is_replaced() -> None:
+    batcher, _ = make(3, 1, updates=2)
+    for group_id in range(3):
+        batcher.admit(group_id, 0)
+        batcher.complete(group_id, 0)
+    assert batcher.step() == [0]
+    batcher.ledger.drop(1, "by choice")
+    assert batcher.step() == [2]
+
+
+def test_a_group_that_hangs_holds_up_a_batch_no_longer_than_allowed() -> None:
+    """It is due with the last update; the first one waits for it, too."""
+    batcher, clock = make(1, 1, updates=2)
+    for group_id in (0, 1):
+        batcher.admit(group_id, 0)
+    batcher.complete(1, 0)
+    assert batcher.poll().retry_s == 10.0
+    clock.now = 10.0
+    assert batcher.poll().expired == (0,)
+    batcher.admit(2, 0)
+    batcher.complete(2, 0)
+    assert batcher.step() == [1] and batcher.step() == [2]
 
 
 def test_restored_from_a_plan() -> None:

@@ -50,10 +50,12 @@ def test_first_steps_without_lag() -> None:
     assert [bound.may_admit(active, 2) for active in (11, 12)] == [True, False]
 
 
-@pytest.mark.parametrize(("k", "size", "first"), [(-1, 1, 0), (0, 0, 0), (0, 1, -1)])
-def test_senseless_bounds_are_refused(k: int, size: int, first: int) -> None:
+@pytest.mark.parametrize(
+    ("k", "size", "first", "updates"), [(-1, 1, 0, 1), (0, 0, 0, 1), (0, 1, -1, 1), (0, 1, 0, 0), (2, 1, 0, 4)]
+)
+def test_senseless_bounds_are_refused(k: int, size: int, first: int, updates: int) -> None:
     with pytest.raises(ValueError, match="must be at least"):
-        StalenessBound(k, size, first)
+        StalenessBound(k, size, first, updates_per_batch=updates)
 
 
 def _groups(text: str) -> list[Candidate]:
@@ -92,17 +94,47 @@ def test_choice(
     assert bool(answer.why) is not bool(answer.take)
 
 
+@pytest.mark.parametrize(
+    ("k", "version", "groups", "decision"),
+    [
+        # G = 2 groups a step, U = 3 steps a batch: steps 6, 7, 8. From step 6 on six groups, the oldest first.
+        (2, 6, "6! 6! 6! 6! 6!", ((), ())),
+        (3, 6, "6! 5! 6! 6! 6! 6! 6", ((1, 0, 2, 3, 4, 5), ())),
+        # Whoever is left over can be trained at step 9 at the earliest: one of version 6 with k = 2 cannot.
+        (2, 6, "6! 6! 6! 6! 6! 6 6!", ((0, 1, 2, 3, 4, 6), ())),  # nobody taken has more time: waiting cannot help
+        (4, 6, "4 6! 6! 6! 6! 6! 6!", ((), (0,))),  # due at step 8
+        (4, 6, "5 5 6! 6! 6! 6! 6! 6!", ((2, 3, 4, 5, 6, 7), ())),  # due at step 9, which has room for two
+        (4, 6, "5 5 5 6! 6! 6! 6! 6! 6!", ((), (0, 1, 2))),
+        # After a resume between two updates: what is left of the batch, steps 7 and 8, or 8 alone.
+        (4, 7, "6! 6! 6! 6! 6!", ((0, 1, 2, 3), ())),
+        (4, 8, "6! 6! 6! 6! 6!", ((0, 1), ())),
+    ],
+)
+def test_choice_of_a_batch_of_several_updates(
+    k: int, version: int, groups: str, decision: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    answer = StalenessBound(k, 2, updates_per_batch=3).choose(_groups(groups), version)
+    assert (answer.take, answer.waits_for) == decision
+
+
+def test_admission_counts_the_lag_of_later_updates() -> None:
+    """G = 2, U = 3, k = 2: a server of version 6 samples the six groups of steps 6, 7 and 8 and no other."""
+    bound = StalenessBound(2, 2, updates_per_batch=3)
+    assert [bound.may_admit(active, 6) for active in (12, 17, 18)] == [True, True, False]
+
+
 def _by_every_step(bound: StalenessBound, groups: Sequence[Candidate], version: int) -> tuple[tuple[int, ...], ...]:
     """(take, waits for) by the rule as the module states it: one look at every j from -1 to k."""
-    size = bound.groups_per_step
+    updates = bound.updates_per_batch - version % bound.updates_per_batch
+    size, end = updates * bound.groups_per_step, version + updates - 1
     ordered = sorted(groups, key=lambda group: (bound.deadline(group.version), group.version, group.group_id))
     batch = [group for group in ordered if group.complete][:size]
     if len(batch) < size:
         return (), tuple(group.group_id for group in ordered if not group.complete)
     left = [group for group in ordered if group not in batch]
     for j in range(-1, bound.max_staleness + 1):
-        late = [group for group in left if bound.deadline(group.version) <= version + 1 + j]
-        if len(late) > (j + 1) * size and bound.deadline(batch[-1].version) > version + 1 + j:
+        late = [group for group in left if bound.deadline(group.version) <= end + 1 + j]
+        if len(late) > (j + 1) * bound.groups_per_step and bound.deadline(batch[-1].version) > end + 1 + j:
             return (), tuple(group.group_id for group in late)
     return tuple(group.group_id for group in batch), ()
 
@@ -111,14 +143,15 @@ def test_choices_are_those_of_a_look_at_every_step() -> None:
     rng = random.Random(5)
     kinds = {"too few": 0, "held back": 0, "taken": 0}
     for _ in range(4000):
-        bound = StalenessBound(rng.randrange(6), rng.randrange(1, 4), rng.choice((0, 0, 3)))
+        updates = rng.choice((1, 1, 1, 2, 3))
+        bound = StalenessBound(rng.randrange(updates - 1, 6), rng.randrange(1, 4), rng.choice((0, 0, 3)), updates)
         version = rng.randrange(9)
         oldest = max(0, version - bound.max_staleness - 1)  # one too old, as after a change of k
         done = rng.random()
         groups = [Candidate(i, rng.randint(oldest, version + 1), rng.random() < done) for i in range(rng.randrange(20))]
         decision = bound.choose(groups, version)
         assert (decision.take, decision.waits_for) == _by_every_step(bound, groups, version)
-        few = sum(group.complete for group in groups) < bound.groups_per_step
+        few = sum(group.complete for group in groups) < (updates - version % updates) * bound.groups_per_step
         kinds["too few" if few else "taken" if decision.take else "held back"] += 1
     assert min(kinds.values()) > 100
 
@@ -162,6 +195,7 @@ class _Run:
     generated: dict[int, float] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     expired: list[int] = field(default_factory=list)
+    chosen: tuple[int, ...] = ()  # of the steps that are left of the batch
     events: list[tuple[float, int, str, tuple[int, ...]]] = field(default_factory=list)
     sequence: int = 0
 
@@ -196,13 +230,15 @@ class _Run:
             del self.live[group_id]
         candidates = [Candidate(i, g.version, g.complete) for i, g in self.live.items()]
         self.rng.shuffle(candidates)
-        decision = self.bound.choose(candidates, self.version)
+        decision = Decision(self.chosen) if self.chosen else self.bound.choose(candidates, self.version)
         if not decision.take:
             unfinished = {i for i, g in self.live.items() if not g.complete}
             assert set(decision.waits_for) <= unfinished
             return
-        assert len(decision.take) == self.bound.groups_per_step
-        self.in_training = {group_id: self.live.pop(group_id) for group_id in decision.take}
+        updates, size = self.bound.updates_per_batch, self.bound.groups_per_step
+        assert len(decision.take) == (updates - self.version % updates) * size
+        self.in_training = {group_id: self.live.pop(group_id) for group_id in decision.take[:size]}
+        self.chosen = decision.take[size:]
         for group_id, group in self.in_training.items():
             assert group.complete
             assert 0 <= self.version - group.version <= self.bound.max_staleness
@@ -214,7 +250,7 @@ class _Run:
         self.attempt += 1
         self.trained = [row for row in self.trained if row[0] < self.version]
         self.live.update(self.in_training)
-        self.in_training = {}
+        self.in_training, self.chosen = {}, ()
         self.lost |= {i for i, g in self.live.items() if not g.complete}
         self.live = {i: g for i, g in self.live.items() if g.complete}
         self.loaded = [self.version] * self.servers
@@ -223,7 +259,7 @@ class _Run:
         if kind == "step":
             self.in_training = {}
             self.version += 1
-            for server in range(self.servers):
+            for server in range(self.servers if self.version % self.bound.updates_per_batch == 0 else 0):
                 self.at(self.rng.expovariate(4.0), "load", server, self.version)
         elif kind == "load":
             self.loaded[what[0]] = max(self.loaded[what[0]], what[1])
@@ -254,11 +290,13 @@ class _Run:
         raise AssertionError(f"only {self.version} of {steps} steps in {most} events")
 
 
-def _run(seed: int, k: int, *, crash: float = 0.0, bound: StalenessBound | None = None, steps: int = 60) -> _Run:
+def _run(
+    seed: int, k: int, *, crash: float = 0.0, bound: StalenessBound | None = None, steps: int = 60, updates: int = 1
+) -> _Run:
     rng = random.Random(seed)
     size = rng.choice([1, 2, 5, 8])
     run = _Run(
-        bound or StalenessBound(k, size),
+        bound or StalenessBound(k, size, updates_per_batch=updates),
         rng,
         servers=rng.choice([1, 2, 4]),
         slots=rng.choice([1, size, 4 * size]),
@@ -270,11 +308,13 @@ def _run(seed: int, k: int, *, crash: float = 0.0, bound: StalenessBound | None 
     return run
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 4, 16])
+@pytest.mark.parametrize(
+    ("k", "updates"), [(0, 1), (1, 1), (2, 1), (4, 1), (16, 1), (1, 2), (3, 4), (4, 2), (5, 4), (16, 8)]
+)
 @pytest.mark.parametrize("crash", [0.0, 0.003])
-def test_simulated_runs_keep_the_bound_and_waste_nothing(k: int, crash: float) -> None:
-    for seed in range(25):
-        run = _run(seed, k, crash=crash)
+def test_simulated_runs_keep_the_bound_and_waste_nothing(k: int, updates: int, crash: float) -> None:
+    for seed in range(25 if updates == 1 else 12):
+        run = _run(seed, k, crash=crash, updates=updates, steps=60 if updates == 1 else 64)
         assert run.expired == []
         # Whatever was started was trained, unless it failed, or is still there at the end: no length is preferred.
         trained = [group_id for _, group_id, _ in run.trained]
@@ -283,6 +323,16 @@ def test_simulated_runs_keep_the_bound_and_waste_nothing(k: int, crash: float) -
         assert len(run.live) <= (run.bound.max_staleness + 1) * run.bound.groups_per_step
         if k == 0:
             assert all(step == group.version for step, _, group in run.trained)
+
+
+def test_updates_of_a_batch_have_answers_of_one_length() -> None:
+    """A batch is chosen whole, in the order of admission: its first update has not the short answers, its last one not
+    the long ones. With k = U - 1, where every batch is sampled by one version, the j-th update is j versions old."""
+    run = _Run(StalenessBound(3, 4, updates_per_batch=4), random.Random(1), servers=2, slots=32, tail=1.5)
+    run.until(400)
+    assert all(step - group.version == step % 4 for step, _, group in run.trained)
+    ids = [group_id for _, group_id, _ in run.trained]
+    assert ids == sorted(ids)
 
 
 def test_trained_lengths_have_the_distribution_of_the_generated_ones() -> None:
@@ -454,13 +504,13 @@ class _PacedRun(_Run):
         super().handle(kind, what)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("k", [0, 1, 4, 16])
+@pytest.mark.parametrize(("k", "updates"), [(0, 1), (1, 1), (4, 1), (16, 1), (4, 4), (9, 2)])
 @pytest.mark.parametrize("crash", [0.0, 0.003])
-def test_paced_runs_keep_the_bound_waste_nothing_and_never_stop(k: int, crash: float) -> None:
-    for seed in range(15):
+def test_paced_runs_keep_the_bound_waste_nothing_and_never_stop(k: int, updates: int, crash: float) -> None:
+    for seed in range(15 if updates == 1 else 6):
         rng = random.Random(seed)
         run = _PacedRun(
-            StalenessBound(k, rng.choice([1, 3, 8])),
+            StalenessBound(k, rng.choice([1, 3, 8]), updates_per_batch=updates),
             rng,
             servers=rng.choice([1, 3]),
             slots=24,
@@ -468,14 +518,14 @@ def test_paced_runs_keep_the_bound_waste_nothing_and_never_stop(k: int, crash: f
             fail=rng.choice([0.0, 0.1]),
             crash=crash,
         )
-        run.pacer = Pacer(k, 0.5)
+        run.pacer = Pacer(k, 0.5, updates - 1)
         run.gain = rng.choice([0.02, 0.3, 3.0])
         run.until(60)
         assert run.expired == []  # pacing throws nothing away
         trained = [group_id for _, group_id, _ in run.trained]
         assert len(set(trained)) == len(trained)
         assert set(trained) | run.lost | set(run.live) | set(run.in_training) == set(run.generated)
-        assert 0 <= run.pacer.lag <= k
+        assert updates - 1 <= run.pacer.lag <= k
 
 
 @pytest.mark.parametrize("mismatch", [1.0, 0.6])

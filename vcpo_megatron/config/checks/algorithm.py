@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 
-from ..methods import ORDERED_SURROGATES, SECOND_MOMENTS
+from ..methods import ORDERED_SURROGATES, SECOND_MOMENTS, TRUNCATED_SURROGATES
 from ..schema import AlgorithmConfig, RunConfig
 
 
@@ -123,7 +123,7 @@ def idle_keys(config: RunConfig) -> Iterator[str]:
     mode = f'opob_mode = "{algorithm.opob_mode}"'
     opob = preset.needs_norms
     weighs = (preset.linear and preset.is_level != "none" and preset.weights != "band") or (
-        preset.surrogate == "decoupled_ppo"
+        preset.surrogate in TRUNCATED_SURROGATES
     )
     one_failure = (config.staleness.lag == "bounded", 'lag = "exact" ends with the first failure')
     named_files = config.environment.data is not None or config.environment.heldout is not None
@@ -155,6 +155,7 @@ def idle_keys(config: RunConfig) -> Iterator[str]:
             opob and algorithm.opob_mode == "accumulate",
             f'only opob_mode = "accumulate" with an OPOB baseline has accumulators; {mode}',
         ),
+        "algorithm.record_norms": (not opob or algorithm.opob_mode == "proxy", f"{mode} records them in any case"),
         "algorithm.ess_rule": (preset.ess_scaling, "ess_scaling = false"),
         "algorithm.base_ess_ratio": (preset.ess_scaling, "ess_scaling = false"),
         "optimizer.min_lr": (config.optimizer.schedule != "constant", 'schedule = "constant" does not end anywhere'),

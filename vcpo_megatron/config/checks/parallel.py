@@ -16,10 +16,12 @@ def parallel_problems(config: RunConfig) -> Iterator[str]:
     if ranks % replica:
         fits = max(1, ranks // replica) * replica
         yield f"launch.learner_ranks = {ranks}: not a multiple of {sizes}; {fits} would be"
-    elif (replicas := config.data_parallel // config.expert_data_size) > config.train.groups_per_step:
+    elif (replicas := config.data_parallel // config.expert_data_size) > config.train.groups_per_update:
+        updates = config.train.updates_per_batch
+        split = f" / updates_per_batch = {updates}" if updates > 1 else ""
         shared = f" / {config.expert_data_size} that share experts" if config.expert_data_size > 1 else ""
         yield (
-            f"train.groups_per_step = {config.train.groups_per_step}: fewer than the {replicas} "
+            f"train.groups_per_step = {config.train.groups_per_step}{split}: fewer than the {replicas} "
             f"data-parallel replicas ({ranks} ranks / {sizes}{shared}), some would have nothing to train on; "
             "raise it, or lower launch.learner_ranks"
         )

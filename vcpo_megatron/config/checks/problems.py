@@ -24,6 +24,7 @@ from .rollout import (
     model_rollout_problems,
     replay_problems,
     rollout_problems,
+    update_problems,
     weight_sync_problems,
 )
 from .servers import server_problems
@@ -43,6 +44,7 @@ def problems(config: RunConfig, *, begins: bool = True) -> list[str]:
         *training_problems(config),
         *idle_keys(config),
         *rollout_problems(config),
+        *update_problems(config),
         *episode_problems(config),
         *server_problems(config),
         *weight_sync_problems(config),

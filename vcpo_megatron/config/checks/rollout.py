@@ -49,18 +49,60 @@ def rollout_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.max_running_requests = {rollout.max_running_requests}: below train.group_size = "
             f"{train.group_size}, a group could not run as a whole on its server; at least {train.group_size}"
         )
-    # Every group in flight needs a server: admitted at most (k + 1) groups_per_step at a time.
-    in_flight = (config.staleness.max_staleness + 1) * train.groups_per_step
+    # Every group in flight needs a server: admitted at most those of k + 1 steps at a time.
+    in_flight = (config.staleness.max_staleness + 1) * train.groups_per_update
     if has_servers and rollout.fleet_size > in_flight:
         named = f"addresses = {list(rollout.addresses)}" if rollout.addresses else f"servers = {rollout.servers}"
         yield (
-            f"rollout.{named}: at most (max_staleness + 1) x groups_per_step = {in_flight} "
+            f"rollout.{named}: at most (max_staleness + 1) x {_groups_of_a_step(config)} = {in_flight} "
             "groups are in flight, some servers would never get one; lower it"
         )
     if train.max_pack_tokens <= rollout.max_new_tokens:
         yield (
             f"train.max_pack_tokens = {train.max_pack_tokens}: a prompt and the "
             f"rollout.max_new_tokens = {rollout.max_new_tokens} of its answer would not fit one pack; raise it"
+        )
+
+
+def _groups_of_a_step(config: RunConfig) -> str:
+    updates = config.train.updates_per_batch
+    return "groups_per_step" if updates == 1 else "groups_per_step / updates_per_batch"
+
+
+def update_problems(config: RunConfig) -> Iterator[str]:
+    """A batch that is split into several updates: what has to be whole batches, and the lag of the later ones."""
+    train, staleness, updates = config.train, config.staleness, config.train.updates_per_batch
+    if updates == 1:
+        return
+    named = f"train.updates_per_batch = {updates}"
+    if train.groups_per_step % updates:
+        yield f"{named}: does not divide train.groups_per_step = {train.groups_per_step}, whose groups stay whole"
+    for key in ("steps", "eval_every"):
+        if (value := getattr(train, key)) % updates:
+            nearest = -(-value // updates) * updates
+            yield (
+                f"train.{key} = {value}: counted in optimizer steps, of which {named} make a batch and its weights; "
+                f"give a multiple, as {nearest}"
+            )
+    if staleness.lag == "exact" and config.rollout.engine != "replay":
+        yield (
+            f'{named}: staleness.lag = "exact" publishes every version, and trains each step on what one of them '
+            "sampled; use 1"
+        )
+    elif staleness.max_staleness < updates - 1 and config.rollout.engine != "replay":
+        yield (
+            f"staleness.max_staleness = {staleness.max_staleness}: the last update of a batch is at least "
+            f"{updates - 1} versions from the one that sampled it ({named}); at least {updates - 1}"
+        )
+    if config.algorithm.preset.surrogate == "decoupled_ppo":
+        yield (
+            f"{named}: the proximal policy of decoupled PPO is that of the batch's first update, whose log-probs the "
+            "later ones do not have; use 1"
+        )
+    if config.algorithm.base_ess_ratio == "auto":
+        yield (
+            f'algorithm.base_ess_ratio = "auto": measured over first steps without lag, which {named} does not give; '
+            "give a number"
         )
 
 
@@ -103,7 +145,7 @@ def _recorded_batches(config: RunConfig, directory: Path) -> Iterator[str]:
     except ConfigError as error:
         yield from error.problems
         return
-    for name in ("groups_per_step", "group_size"):
+    for name in ("groups_per_step", "updates_per_batch", "group_size"):
         value = recorded.get(name) if isinstance(recorded, dict) else None
         here = getattr(config.train, name)
         if value is not None and value != here:

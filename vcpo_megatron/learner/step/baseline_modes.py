@@ -8,6 +8,7 @@
     deferred    one backward: what weight gradients are made of is kept until b_g is known
 
 The last three are exact: |g_i| is the norm of the unweighted score gradient, summed over all shards of the model.
+Before ``plain`` and ``proxy``, ``record_norms`` puts a backward for |g_i| alone, of which only the record is kept.
 """
 
 from __future__ import annotations
@@ -155,7 +156,46 @@ class TwoPassMode(_ExactMode):
         start_reductions(buckets)
 
     def _make_groups(self, parameters: Mapping[str, Parameter]) -> GroupNorms:
-        return GroupNorms(parameters, len(self._passes.trainable.chunks), self._passes.parallel)
+        return _norms_alone(parameters, self._passes)
+
+
+class RecordedNorms(_ExactMode):
+    """``record_norms``: a backward for |g_i|, then ``mode`` as if there had been none. The step does not depend on
+    them: one that is not finite does not skip it."""
+
+    def __init__(self, passes: Passes, mode: BaselineMode) -> None:
+        super().__init__(passes)
+        self._mode = mode
+        self._norm_pack_tokens, self.max_pack_tokens = self.max_pack_tokens, mode.max_pack_tokens
+
+    @property
+    def accumulators(self) -> int:
+        return self._mode.accumulators
+
+    @property
+    def accumulator_error(self) -> tuple[float, float]:
+        return self._mode.accumulator_error
+
+    def find_baselines(self, state: BatchState, plan: StepPlan) -> None:
+        terms, packs = self._passes.terms, plan.trained
+        if self._norm_pack_tokens != self.max_pack_tokens:
+            packs = plan.repacked(self._passes.parallel, self._norm_pack_tokens)
+        observer, terms.observer = terms.observer, None  # what it sees decides on the step
+        try:
+            self._backward.run(state, packs, partial(self._record, state), [])
+        finally:
+            terms.observer = observer
+        self._mode.find_baselines(state, plan)
+
+    def add_gradient(self, state: BatchState, plan: StepPlan, buckets: Sequence[Bucket]) -> None:
+        self._mode.add_gradient(state, plan, buckets)
+
+    def _make_groups(self, parameters: Mapping[str, Parameter]) -> GroupNorms:
+        return _norms_alone(parameters, self._passes)
+
+    def _record(self, state: BatchState, group: int, index: Sequence[int], norms: Tensor) -> Tensor:
+        state.grad_norm[list(index)] = norms
+        return norms
 
 
 class _OneBackwardMode(_ExactMode):
@@ -274,7 +314,13 @@ _MODES: Mapping[str, Callable[[Passes], BaselineMode]] = {
 def baseline_mode(passes: Passes) -> BaselineMode:
     """The mode that the configuration asks for; plain where the baseline needs no norms. Collective."""
     algorithm = passes.config.algorithm
-    return _MODES[algorithm.opob_mode](passes) if algorithm.preset.needs_norms else PlainMode(passes)
+    mode = _MODES[algorithm.opob_mode](passes) if algorithm.preset.needs_norms else PlainMode(passes)
+    return RecordedNorms(passes, mode) if algorithm.record_norms else mode
+
+
+def _norms_alone(parameters: Mapping[str, Parameter], passes: Passes) -> GroupNorms:
+    """What nothing is kept of but norms."""
+    return GroupNorms(parameters, len(passes.trainable.chunks), passes.parallel)
 
 
 def start_reductions(buckets: Sequence[Bucket]) -> None:

@@ -99,8 +99,8 @@ class BatchState:
     kl_sum              sum over sampled tokens of the estimates of KL to the reference
     mismatch_sum, mismatch_max, mismatch_tokens  of |log pi - log mu| over sampled tokens of the current version
     noise_sum, noise_squares  of log pi - log mu over the same tokens
-    has_norm            bool: the exact |g_i| is known
-    grad_norm           |g_i|, nan where it is not known
+    has_norm            bool: the exact |g_i| is known, and the step depends on it
+    grad_norm           the exact |g_i|, nan where it is not known
     baseline            b_i as far as it is known: from rewards at first, from norms once they are found
     fell_back           bool: norms gave no baseline for the sample's group, or for one of it, and a mean was taken
     ranks               what ranks found as a whole

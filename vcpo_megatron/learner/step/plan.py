@@ -51,6 +51,14 @@ class StepPlan:
         packer = _Packer(parallel, max_pack_tokens, platform.device(), equal, version)
         return cls(packer.packs([zero_variance]), packer.packs(trained))
 
+    def repacked(self, parallel: Parallel, max_pack_tokens: int) -> tuple[Pack, ...]:
+        """The samples of ``trained`` once more, in packs of another size and without a version."""
+        groups: dict[int, list[Sample]] = {}
+        for pack in self.trained:
+            groups.setdefault(pack.group, []).extend(pack.step_samples)
+        ordered = [sorted(group, key=lambda sample: sample.index) for group in groups.values()]
+        return _Packer(parallel, max_pack_tokens, platform.device(), False, None).packs(ordered)
+
 
 def pack_tokens(per_sample: Sequence[str], config: RunConfig, parallel: Parallel) -> int:
     """Most tokens of a pack: as configured, or one trajectory a pack where any rank has parameters ``per_sample``.
@@ -78,7 +86,7 @@ class _Packer:
     max_tokens: int
     device: torch.device
     equal_lengths: bool
-    version: int
+    version: int | None
 
     def packs(self, groups: Sequence[Sequence[Sample]]) -> tuple[Pack, ...]:
         """This rank's pack of every micro-step, padded with empty steps to what the schedule asks for."""

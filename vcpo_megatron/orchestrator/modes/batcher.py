@@ -6,17 +6,20 @@ Waits for: what ``poll`` names. Unblocked by: a trajectory, an ended group, a ne
 (``Poll.retry_s``).
 
 It does no waiting itself: the loop that owns it asks again when something has changed.
+A batch that is split into several updates is chosen as a whole, and handed out step by step; what is left of it stays
+live in the ledger meanwhile, so a run that ends between two of its steps has lost nothing.
 Groups of one reward are batched like all others: they count in N and in the ESS.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...types import Batch
 from ..store.ledger import GroupLedger, LiveGroup
-from .staleness import Candidate, Pacer, StalenessBound
+from .staleness import Candidate, Decision, Pacer, StalenessBound
 
 _NAMED = 4  # groups that a watchdog's line names
 
@@ -44,7 +47,7 @@ class Poll:
 
 
 class Batcher:
-    """Batches for the learner of ``ledger``.
+    """Batches for the learner of ``ledger``, one a step.
 
     wait_s: how long the learner stands still for a group that is due before the group is dropped.
     pacer: lowers the bound of admission while the data is too far off-policy.
@@ -63,6 +66,7 @@ class Batcher:
         self._wait_s = wait_s
         self._pacer = pacer
         self._idle_since: float | None = None  # the learner has waited for its next step since then
+        self._chosen: tuple[int, ...] = ()  # groups of the steps that are left of the batch
 
     @property
     def active_groups(self) -> int:
@@ -78,7 +82,7 @@ class Batcher:
         """The batch of the ledger's next step, or what it waits for. RuntimeError while a batch is in training.
 
         Ends what is too old: groups past their deadline, complete or not; and, after the learner has waited
-        ``wait_s`` for them, unfinished groups whose last possible step this is. When it has waited so long for
+        ``wait_s`` for them, unfinished groups whose last possible batch this is. When it has waited so long for
         groups that are due later, it goes on without them.
         """
         ledger, version = self._ledger, self._ledger.version
@@ -92,13 +96,15 @@ class Batcher:
         expired += [c.group_id for c in candidates if c.group_id not in expired and self._overdue(c, now)]
         ends = tuple(ledger.expire(group_id) for group_id in expired)
         candidates = self._candidates()
-        decision = self._bound.choose(candidates, version)
+        decision = self._decision(candidates)
         if decision.waits_for and all(self._left(group_id, now) <= 0 for group_id in decision.waits_for):
             decision = self._bound.choose([c for c in candidates if c.complete], version)
             decision = decision if decision.take else self._bound.choose(candidates, version)
         if decision.take:
             self._idle_since = None
-            return Poll(ledger.begin(decision.take), expired=tuple(expired), ends=ends)
+            size = self._bound.groups_per_step
+            self._chosen = decision.take[size:]
+            return Poll(ledger.begin(decision.take[:size]), expired=tuple(expired), ends=ends)
         retry_s = self._retry_s(decision.waits_for, now)
         return Poll(None, decision.waits_for, decision.why, tuple(expired), ends, retry_s)
 
@@ -107,7 +113,7 @@ class Batcher:
         version, live = self._ledger.version, self._ledger.live
         if self._ledger.in_training is not None:
             return f"step {version} is being taken by the learner; {len(live)} groups are live"
-        decision = self._bound.choose(self._candidates(), version)
+        decision = self._decision(self._candidates())
         if decision.take:
             return f"the batch of step {version} is complete; nobody has asked for it"
         named = ", ".join(
@@ -118,6 +124,12 @@ class Batcher:
         groups = f"groups {named}{f' and {more} more' if more > 0 else ''}" if named else "admissions"
         return f"step {version} waits for {groups}: {decision.why}"
 
+    def _decision(self, candidates: Sequence[Candidate]) -> Decision:
+        """What was chosen for the steps that are left of the batch, unless one of it has ended since; else anew."""
+        if self._chosen and self._ledger.live.keys() >= set(self._chosen):
+            return Decision(self._chosen)
+        return self._bound.choose(candidates, self._ledger.version)
+
     def _candidates(self) -> list[Candidate]:
         return [_candidate(group) for group in self._ledger.live.values()]
 
@@ -127,7 +139,7 @@ class Batcher:
         return max(self._idle_since, self._ledger.live[group_id].since) + self._wait_s - now
 
     def _overdue(self, candidate: Candidate, now: float) -> bool:
-        due = self._bound.deadline(candidate.version) <= self._ledger.version
+        due = self._bound.deadline(candidate.version) <= self._bound.end_of_batch(self._ledger.version)
         return not candidate.complete and due and self._left(candidate.group_id, now) <= 0
 
     def _retry_s(self, waits_for: tuple[int, ...], now: float) -> float | None:

@@ -39,11 +39,12 @@ def recorded_steps(recorded: StoreReader, config: RunConfig, first_step: int) ->
         raise RunError(f"rollout.replay = {config.rollout.replay}: holds {count} steps, none from step {first_step} on")
     groups = recorded.groups_trained_at(first_step)
     sizes = {len(group.trajectories) for group in groups}
-    if len(groups) != config.train.groups_per_step or sizes != {config.train.group_size}:
+    if len(groups) != config.train.groups_per_update or sizes != {config.train.group_size}:
         raise RunError(
             f"rollout.replay = {config.rollout.replay}: step {first_step} holds {len(groups)} groups of "
             f"{'/'.join(map(str, sorted(sizes)))}; this run has "
             f"train.groups_per_step = {config.train.groups_per_step}, "
+            f"train.updates_per_batch = {config.train.updates_per_batch}, "
             f"train.group_size = {config.train.group_size}"
         )
     if count < config.train.steps:

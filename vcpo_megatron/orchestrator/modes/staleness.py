@@ -1,7 +1,7 @@
 """The staleness bound: how many policy versions may lie between sampling and training.
 
 Units. Everything is counted in groups; versions are numbers (optimizer steps since the start).
-``k`` is ``max_staleness``, ``G`` is ``groups_per_step``, ``v`` the learner's version (it is about to
+``k`` is ``max_staleness``, ``G`` the groups of a step, ``v`` the learner's version (it is about to
 take step v, which makes version v + 1), ``s`` the version that sampled a group's oldest token.
 
 A group sampled at s may be trained at step s + k at the latest: that step is its *deadline*. The bound
@@ -16,6 +16,12 @@ dequeue     A batch is the G oldest complete groups. It is taken only if the res
             ones. Without this rule fast groups overtake slow ones until the slow ones expire, which
             wastes them and biases training to short answers.
 use         A group past its deadline is never trained (``expired``).
+
+A batch may be split into ``U`` = ``updates_per_batch`` steps. Then G is a U-th of it, servers get new weights when v is
+a multiple of U, and a dequeue is for the steps v to e that are left of the batch, e = v - v mod U + U - 1: it takes the
+(e - v + 1) G oldest complete groups, the oldest for the first step, and at most (j + 1) G of those left over may be due
+by step e + 1 + j. The j-th step of a batch is at least j versions from what any server had loaded, so k is at least
+U - 1: with less, a batch could never be admitted whole.
 
 ``active`` counts the groups of all steps taken, whether a step was skipped or not, plus the groups
 that are admitted and have not ended. Dropped and failed groups give their place back. Since the
@@ -79,7 +85,8 @@ class Decision:
 
 @dataclass(frozen=True)
 class StalenessBound:
-    """The bound for ``max_staleness`` = k versions and ``groups_per_step`` = G groups.
+    """The bound for ``max_staleness`` = k versions and ``groups_per_step`` = G groups of each optimizer step, of which
+    ``updates_per_batch`` = U make a batch.
 
     What was sampled before version ``on_policy_steps`` is trained without any lag: with
     ``algorithm.base_ess_ratio = "auto"`` the first steps measure the on-policy ratio.
@@ -88,9 +95,16 @@ class StalenessBound:
     max_staleness: int
     groups_per_step: int
     on_policy_steps: int = 0
+    updates_per_batch: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("max_staleness", 0), ("groups_per_step", 1), ("on_policy_steps", 0)):
+        least_staleness = self.updates_per_batch - 1
+        for name, least in (
+            ("updates_per_batch", 1),
+            ("max_staleness", least_staleness),
+            ("groups_per_step", 1),
+            ("on_policy_steps", 0),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least {least}")
 
@@ -105,17 +119,23 @@ class StalenessBound:
         """
         return active_groups // self.groups_per_step <= self.deadline(loaded_version)
 
+    def end_of_batch(self, version: int) -> int:
+        """Last step of the batch that step ``version`` belongs to."""
+        return version - version % self.updates_per_batch + self.updates_per_batch - 1
+
     def expired(self, oldest_version: int, version: int) -> bool:
         """Whether a group whose oldest token ``oldest_version`` sampled is too old for step ``version``."""
         return version > self.deadline(oldest_version)
 
     def choose(self, groups: Sequence[Candidate], version: int) -> Decision:
-        """The batch for step ``version`` out of all live ``groups`` that are not expired, or what to wait for.
+        """The batch from step ``version`` on out of all live ``groups`` that are not expired, or what to wait for: the
+        groups of every step that is left of it, one step after another.
 
         Waiting is asked for only where it can help: when too many complete groups are due, which the rule
         of admission excludes but a changed configuration may cause, the oldest are taken.
         """
-        size = self.groups_per_step
+        end = self.end_of_batch(version)
+        size = (end - version + 1) * self.groups_per_step
         oldest_first = sorted(groups, key=lambda group: (self.deadline(group.version), group.version, group.group_id))
         batch = [group for group in oldest_first if group.complete][:size]
         unfinished = [group for group in oldest_first if not group.complete]
@@ -127,8 +147,8 @@ class StalenessBound:
         deadlines = [self.deadline(group.version) for group in left]
         # A later batch can only be better for a deadline if this one holds a group with a later one.
         last = min(version + 1 + self.max_staleness, self.deadline(batch[-1].version) - 1)
-        for due in sorted({max(version, deadline) for deadline in deadlines}):  # between two of them only room grows
-            room = (due - version) * size
+        for due in sorted({max(end, deadline) for deadline in deadlines}):  # between two of them only room grows
+            room = (due - end) * self.groups_per_step
             late = left[: bisect_right(deadlines, due)]
             if due <= last and len(late) > room:
                 why = f"{len(late)} unfinished groups are due by step {due}, which has room for {room}"
@@ -137,13 +157,13 @@ class StalenessBound:
 
 
 class Pacer:
-    """Adaptive staleness. ``lag``: versions of lag that may be admitted now, 0 to ``max_lag``. ``target``: the share of
-    the on-policy ESS ratio to keep, in (0, 1)."""
+    """Adaptive staleness. ``lag``: versions of lag that may be admitted now, ``least`` (what the updates of a batch
+    need) to ``max_lag``. ``target``: the share of the on-policy ESS ratio to keep, in (0, 1)."""
 
-    def __init__(self, max_lag: int, target: float) -> None:
-        if max_lag < 0 or not 0 < target < 1:
-            raise ValueError(f"max_lag = {max_lag} must be at least 0, target = {target} between 0 and 1")
-        self._max_lag = max_lag
+    def __init__(self, max_lag: int, target: float, least: int = 0) -> None:
+        if max_lag < least or not 0 < target < 1:
+            raise ValueError(f"max_lag = {max_lag} must be at least {least}, target = {target} between 0 and 1")
+        self._max_lag, self._least = max_lag, least
         self._target = target
         self.lag = max_lag
         self._on_policy = 1.0  # what the last one that is known was; 1 is assumed until one is
@@ -160,7 +180,7 @@ class Pacer:
         if self._until_change > 0:
             return
         if self._average < self._target:
-            self._change(self.lag // 2)
+            self._change(max(self.lag // 2, self._least))
         elif self._average >= min(_MARGIN * self._target, (1 + self._target) / 2):
             self._change(min(self.lag + 1, self._max_lag))
 

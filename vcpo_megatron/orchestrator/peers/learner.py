@@ -60,7 +60,7 @@ class ControlSocket(Protocol):
 class LearnerLink:
     """``on_weights`` is called for every WeightsReady, before it is acknowledged, and ``on_sender`` for what else the
     learner's sender of weights says. ``needs_weights``: it is an error when the learner does not send any after its
-    start or after a step."""
+    start or after a step of which it says that they follow."""
 
     def __init__(
         self,
@@ -162,7 +162,8 @@ class LearnerLink:
         if isinstance(answer, StepAborted):
             return None
         result = answer.result
-        self._owes_weights = self._needs_weights and self._weights < result.version
+        if answer.weights_follow:
+            self._owes_weights = self._needs_weights and self._weights < result.version
         if result.step != batch.step or result.version.number != batch.step + 1:
             raise ControlError(
                 f"the learner was asked for step {batch.step} and answered step {result.step}, version {result.version}"
