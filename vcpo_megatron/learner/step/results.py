@@ -9,17 +9,19 @@ import torch
 
 from ...types import Batch, TrajectoryResult
 from .batch_state import BatchState
+from .step_size import StepBounds
 
 
 @dataclass(frozen=True)
 class StepOutcome:
     """What became of a step.
 
-    ess_scale      factor on the learning rate
+    ess_scale      factor on the learning rate, that of the bounds included
     learning_rate  the one in effect, nan where the step was skipped
     total_norm     the gradient's norm before clipping, nan where the step was skipped before it was asked for
     skipped        "" or the reason
     seconds        from the plan to the end of the last backward
+    bounds         what bounded the step beside ESS
     """
 
     ess_ratio: float
@@ -28,6 +30,7 @@ class StepOutcome:
     total_norm: float
     skipped: str
     seconds: float
+    bounds: StepBounds = StepBounds()
 
 
 def step_metrics(
@@ -63,6 +66,7 @@ def step_metrics(
         "tokens/padded": state.ranks.padded_tokens,
         "time/forward_backward": outcome.seconds,
         "step/skipped": float(bool(outcome.skipped)),
+        **outcome.bounds.metrics,
         **_mismatch(state),
     }
 

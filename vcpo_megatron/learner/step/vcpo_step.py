@@ -8,7 +8,7 @@ For trajectory i of prompt group g in a batch of N, with behaviour log-probs log
     b_g   = sum_i p_i R_i,  p = softmax(2 log u_i + 2 log |g_i|)       u_i = exp(l_i), or w_i
     G     = sum_g sum_i (R_i - b_g)/std_g  w_i g_i + a g_i    a the behaviour anchor's coefficient
     ratio = ESS / N,  log ESS = 2 logsumexp(l) - logsumexp(2 l)
-    lr    = lr * min(1, ratio / base)^p                       the same on every rank
+    lr    = lr * min(1, ratio / base)^p                       the same on every rank, bounded further by ``StepBounds``
 
 How b_g meets the gradient is the business of a ``BaselineMode``; ``Objective`` holds the formulas, ``BatchState`` the
 numbers, ``Passes`` what the model computes.
@@ -33,7 +33,7 @@ from .batch_state import BatchState, RankSums
 from .passes import Passes
 from .plan import StepPlan
 from .results import StepOutcome, step_metrics, trajectory_results
-from .step_size import EssState, batch_ess_ratio
+from .step_size import EssState, StepBounds, batch_ess_ratio, step_bounds
 
 #: Why a step is skipped.
 NON_FINITE, VANISHING = "non-finite step", "vanishing weights"
@@ -93,10 +93,12 @@ class VcpoStep:
         if state.aborted:
             return None
         ratio = self._ess_ratio(state, self.config.algorithm.ess_weights)
-        scale = self.ess_state.scale(ratio, self.config.algorithm)  # min(1, ratio / base)^p
+        bounds = step_bounds(self.ess_state, self.config, batch, state.log_ratio)
+        scale = self.ess_state.scale(ratio, self.config.algorithm) * bounds.scale  # min(1, ratio / base)^p, bounded
         skipped, norm = self._judge(state, ratio)
-        rate = math.nan if skipped else self._optimizer_step(ratio, scale)
-        return self._result(batch, version, state, StepOutcome(ratio, scale, rate, norm, skipped, seconds))
+        rate = math.nan if skipped else self._optimizer_step(ratio, scale, bounds, norm)
+        outcome = StepOutcome(ratio, scale, rate, norm, skipped, seconds, bounds)
+        return self._result(batch, version, state, outcome)
 
     def _plan(self, batch: Batch, version: int) -> tuple[BatchState, StepPlan]:
         """What is known before the step, and this rank's packs; ``version`` is that of the policy before the step."""
@@ -136,12 +138,12 @@ class VcpoStep:
         norm = self.trainable.gradient_norm(self.parallel)
         return "" if norm <= LARGEST_NORM else NON_FINITE, norm
 
-    def _optimizer_step(self, ratio: float, scale: float) -> float:
-        """Step at the rate that ESS allows, which is returned."""
+    def _optimizer_step(self, ratio: float, scale: float, bounds: StepBounds, norm: float) -> float:
+        """Step at the rate that ESS and the bounds allow, which is returned; ``norm`` of the gradient."""
         scaled = self.trainable.scheduled_learning_rate() * scale
         rate = agree_equal(scaled, "learning rates", self.parallel)
-        self.trainable.optimizer_step(rate)
-        self.ess_state.record(ratio)
+        self.trainable.optimizer_step(rate, bounds.largest_norm)
+        self.ess_state.record(ratio, bounds, norm)
         return rate
 
     def _result(self, batch: Batch, version: PolicyVersion, state: BatchState, outcome: StepOutcome) -> StepResult:
