@@ -108,7 +108,7 @@ class Policy:
 
     def lag_kl(self) -> tuple[float, float]:
         """mean(w - 1 - log w) of trajectory weights, cut at 8, and the mean of -log mu of a trajectory."""
-        logs = [min(float((s.logp - s.mu).sum()), math.log(8.0)) for s in self.samples]
+        logs = [min(float((s.logp - s.mu).detach().sum()), math.log(8.0)) for s in self.samples]
         kl = sum(math.exp(x) - 1 - x for x in logs) / len(logs)
         return kl, -sum(float(s.mu.sum()) for s in self.samples) / len(logs)
 

@@ -240,7 +240,7 @@ def test_a_gradient_above_those_before_is_clipped(
     expected = run({}, first["grad_norm/total"])
     free = run({}, 0.0)
     for key, parameter in clipped["parameters"].items():
-        assert float((parameter - expected["parameters"][key]).abs().max()) < 1e-8, key
+        assert float((parameter - expected["parameters"][key]).abs().max()) < 1e-7, key
     assert max(float((p - free["parameters"][k]).abs().max()) for k, p in clipped["parameters"].items()) > 1e-5
 
 
