@@ -228,7 +228,11 @@ def test_a_gradient_above_those_before_is_clipped(
 
     def run(algorithm: dict[str, Any], clip_grad: float) -> dict[str, Any]:
         config = make_config(
-            model, ranks, parallel=parallel, algorithm={**keys, **algorithm}, optimizer={**optimizer, "clip_grad": clip_grad}
+            model,
+            ranks,
+            parallel=parallel,
+            algorithm={**keys, **algorithm},
+            optimizer={**optimizer, "clip_grad": clip_grad},
         )
         (outcome,) = run_world(ranks, "learner.run_layouts:one_step_each", {"cases": [(config, steps)]})
         return outcome
