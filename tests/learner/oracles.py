@@ -120,6 +120,12 @@ class Policy:
         weights = (ratios - ratios.max()).exp()
         return float(weights.sum() ** 2 / weights.square().sum()) / len(weights)
 
+    def lag_kl(self) -> tuple[float, float]:
+        """mean(w - 1 - log w) of trajectory weights, cut at 8, and the mean of -log mu of a trajectory."""
+        logs = [min(float((s.logp - s.mu).detach().sum()), math.log(8.0)) for s in self.samples]
+        kl = sum(math.exp(x) - 1 - x for x in logs) / len(logs)
+        return kl, -sum(float(s.mu.sum()) for s in self.samples) / len(logs)
+
     def loss(self, objective: Callable[[Sample], Tensor], *, whole_batch: bool = False) -> Tensor:
         """- sum_i c_i sum_t J_t over trajectories of groups with variance, or of all."""
         trained = [g for g in self.groups() if whole_batch or len({s.reward for s in g}) > 1]

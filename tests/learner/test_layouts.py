@@ -40,6 +40,7 @@ SP: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
 FULL, SELECTIVE = ({"model": {"recompute": kind}} for kind in ("full", "selective"))
 DISTRIBUTED = {"optimizer": {"distributed": True}}
 OVERLAPPED = {"optimizer": {"distributed": True, "overlap_grad_reduce": True}}
+BOUNDED = {"algorithm": {"method": "vcpo_plus"}}  # its step has more to remember
 DEFERRED, TWO_PASS = ({"algorithm": {"opob_mode": mode}} for mode in ("deferred", "two_pass"))
 LAYOUTS: dict[str, Case] = {
     "single": Case(1),
@@ -360,7 +361,15 @@ def test_far_off_policy_and_skipped_steps(models: dict[tuple[str, bool], Path]) 
 
 
 CHECKPOINTS: dict[str, tuple[Case, list[Case]]] = {
-    "tp2": (Case(2, {"tensor": 2}), [Case(2, {"tensor": 2}), Case(2, {"pipeline": 2}), Case(2), Case(1)]),
+    "tp2": (
+        Case(2, {"tensor": 2}, sections=BOUNDED),
+        [
+            Case(2, {"tensor": 2}, sections=BOUNDED),
+            Case(2, {"pipeline": 2}, sections=BOUNDED),
+            Case(2, sections=BOUNDED),
+            Case(1, sections=BOUNDED),
+        ],
+    ),
     "dp2 distributed": (
         Case(2, sections=DISTRIBUTED),
         [
@@ -398,7 +407,9 @@ def test_checkpoint_is_free_of_the_layout(name: str, models: dict[tuple[str, boo
         loaded += run_world(1, "learner.run_layouts:load_and_continue", {**arguments, **lone})
     for case, again in zip([*here, *alone], loaded, strict=True):
         assert again["steps"] == saved["steps"] == 3
-        for metric in ("loss", "ess/ratio", "grad_norm/total", "lr/effective"):
+        bounds = [metric for metric in saved["result"].metrics if metric.startswith("bound/")]
+        assert len(bounds) == (4 if saved_by.sections == BOUNDED else 0)
+        for metric in ("loss", "ess/ratio", "grad_norm/total", "lr/effective", *bounds):
             expected = saved["result"].metrics[metric]
             assert again["result"].metrics[metric] == pytest.approx(expected, rel=1e-4), (case, metric)
         # of the tokens of both steps: what those of the first said is in the checkpoint

@@ -75,6 +75,12 @@ def test_what_is_given_is_told_from_what_the_method_gives() -> None:
     } <= set(found["not default"])
 
 
+def test_bounds_of_the_step_are_said_where_they_are_on() -> None:
+    said = lines(algorithm={"method": "vcpo_plus", "spike_clip": 4.0})["method"]
+    assert said[-1] == "step bounded: relative_kl at 0.3, norms clipped at 4 times the recent ones (given)"
+    assert lines(algorithm={"step_bound": "relative_kl"})["method"][-1] == "step bounded: relative_kl at 0.3 (given)"
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_can_be_said(method: str) -> None:
     assert lines(algorithm={"method": method})["method"][0].startswith(f"{method}: ")

@@ -93,8 +93,8 @@ def test_known_rows(key: str, value: str, default: str, resume: str) -> None:
 
 
 def test_a_method_s_row_is_there() -> None:
-    row = "| `dr_grpo` | group_mean | none | false | false | constant | 0.8 | 1.2 | GRPO without std and length terms"
-    assert f"{row} |\n" in PAGE.read_text(encoding="utf-8")
+    row = "| `dr_grpo` | group_mean | none | false | false | constant | 0.8 | 1.2 | off | 0.0 |"
+    assert f"{row} GRPO without std and length terms |\n" in PAGE.read_text(encoding="utf-8")
 
 
 def test_resume_is_what_the_command_line_allows() -> None:

@@ -11,6 +11,7 @@ whose functions exist is one preset here; a new surrogate is one function in ``a
                another forward (``algorithm.surrogates.STATISTICS``); "" when none
     ratio_low, ratio_high   bounds of the ratio, absolute (PPO's 1 - eps and 1 + eps)
     whole_batch   the surrogate has terms without an advantage: groups of equal rewards have a gradient, too
+    step_bound, spike_clip   bounds of the step beside ESS (``algorithm.step_bounds``)
 
 The papers are cited at the functions. Presets marked *sketch* are written from an abstract, not from code.
 """
@@ -52,6 +53,8 @@ class MethodPreset:
     ratio_low: float = 0.0
     ratio_high: float = math.inf
     whole_batch: bool = False
+    step_bound: str = "off"
+    spike_clip: float = 0.0
 
     @property
     def linear(self) -> bool:
@@ -82,6 +85,14 @@ class MethodPreset:
 METHODS: Mapping[str, MethodPreset] = {
     "vcpo": MethodPreset(
         "OPOB baseline, ESS step size, truncated sequence weights", "opob", "sequence", ess_scaling=True
+    ),
+    "vcpo_plus": MethodPreset(
+        "beyond the paper: VCPO with a trust region over the lag",
+        "opob",
+        "sequence",
+        ess_scaling=True,
+        step_bound="relative_kl",
+        spike_clip=3.0,
     ),
     "vcpo_ess_only": MethodPreset("VCPO without OPOB: group mean", is_level="sequence", ess_scaling=True),
     "vcpo_opob_only": MethodPreset("VCPO without the ESS step size", "opob", "sequence"),

@@ -150,6 +150,18 @@ class AlgorithmConfig(Section):
         description="ESS ratio of a full step, above 0 and at most 1; auto: measured by 5 on-policy steps, then "
         "followed by the noise of tokens of the current version and the lengths of the batch",
     )
+    step_bound: Literal["off", "relative_kl"] | None = Field(
+        None, description="bound of the step size beside ESS; relative_kl: by KL to the behaviour over its entropy"
+    )
+    step_bound_target: float = Field(
+        0.3, gt=0, le=1e3, description="KL that is allowed over the lag, as a share of the behaviour's entropy"
+    )
+    spike_clip: float | None = Field(
+        None,
+        ge=0,
+        le=1e6,
+        description="largest norm of the gradient, as a multiple of recent norms; 0 turns it off, else at least 1",
+    )
     behavior_anchor: float = Field(
         0.0, ge=0, le=1e6, description="maximum likelihood on the behaviour's samples while ESS is low: its weight"
     )

@@ -86,6 +86,8 @@ _KEYS: dict[str, str] = {
     "use_kl_loss": "algorithm.kl_coef",
     "kl_coeff": "algorithm.kl_coef",
     "entropy_coeff": "algorithm.entropy_coef",
+    "target_kl": "algorithm.step_bound_target",
+    "kl_target": "algorithm.step_bound_target",
     "scale_rewards": "algorithm.normalize_std",
     "norm_adv_by_std_in_grpo": "algorithm.normalize_std",
     "grpo_std_normalization": "algorithm.normalize_std",

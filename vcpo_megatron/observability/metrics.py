@@ -155,9 +155,30 @@ METRICS: Mapping[str, Metric] = {
     **_BY_AGE,
     **_BY_LENGTH,
     "ess/lr_scale": Metric(
-        "factor on the learning rate: min(1, ratio / base_ess_ratio) ^ p",
+        "factor on the learning rate: min(1, ratio / base_ess_ratio) ^ p, times `bound/lr_scale` where there is one",
         healthy="0.8 to 1",
         otherwise="as for `ess/ratio`; always 1: `algorithm.ess_scaling` is off",
+    ),
+    "bound/lr_scale": Metric(
+        "factor on the learning rate by `algorithm.step_bound`, in [1e-4, 1]; it opens from 0.02 in the first steps",
+        healthy="at 1, or steady below it",
+        otherwise="below 0.1 for long: the bound holds, but `optimizer.lr` is far too high for the lag",
+    ),
+    "bound/kl": Metric(
+        "estimate of KL(behaviour, policy) of an answer, with weights truncated at is_threshold",
+        unit="nats",
+        healthy="below `algorithm.step_bound_target` times `bound/entropy`, on average",
+        otherwise="as for `bound/lr_scale`",
+    ),
+    "bound/entropy": Metric(
+        "mean of -log mu of an answer: the entropy of the behaviour",
+        unit="nats",
+        healthy="falls as the policy becomes sure",
+    ),
+    "bound/grad_norm": Metric(
+        "largest norm of this step's gradient, by `algorithm.spike_clip` and `optimizer.clip_grad`",
+        healthy="well above `grad_norm/total` in most steps",
+        otherwise="always below it: gradients grow; see `ess/ratio`",
     ),
     "lr/effective": Metric(
         "learning rate used: schedule times ess/lr_scale",

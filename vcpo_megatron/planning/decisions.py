@@ -49,6 +49,12 @@ def _method(config: RunConfig) -> Iterator[str]:
     base = f"{algorithm.base_ess_ratio:g}" if isinstance(algorithm.base_ess_ratio, float) else algorithm.base_ess_ratio
     rate = f"scaled by ESS, {algorithm.ess_rule}, base {base}" if preset.ess_scaling else "not scaled by ESS"
     yield f"learning rate {config.optimizer.lr:g}, {config.optimizer.schedule}; {rate}{mark['ess_scaling']}"
+    bounds = [f"{preset.step_bound} at {algorithm.step_bound_target:g}{mark['step_bound']}"]
+    bounds = bounds if preset.step_bound != "off" else []
+    if preset.spike_clip:
+        bounds.append(f"norms clipped at {preset.spike_clip:g} times the recent ones{mark['spike_clip']}")
+    if bounds:
+        yield f"step bounded: {', '.join(bounds)}"
 
 
 def _precision(config: RunConfig) -> Iterator[str]:

@@ -118,6 +118,8 @@ for _name, _layout in (("", "single"), ("pp2 ", "pp2"), ("dp2 ", "dp2")):
     CASES[f"{_name}growing bound"] = Case(LAYOUTS[_layout][0], _keys, LAYOUTS[_layout][1], pack=1000, far=True)
     _keys = {**_keys, "opob_weights": "truncated", "opob_mode": "deferred"}
     CASES[f"{_name}growing bound in OPOB"] = Case(LAYOUTS[_layout][0], _keys, LAYOUTS[_layout][1], far=True)
+for _layout, (_ranks, _parallel) in {**LAYOUTS, "cp2": (2, {"context": 2})}.items():
+    CASES[f"vcpo_plus {_layout}"] = Case(_ranks, {"method": "vcpo_plus"}, _parallel)
 for _unit in (3e-12, 1e-13):
     CASES[f"rewards of {_unit:g} without std"] = Case(1, {"normalize_std": False}, pack=1000, binary=True, unit=_unit)
 for _rule in RULES:
@@ -173,6 +175,7 @@ DEFAULT = (
     "right or wrong dp2",
     "pp2 one accumulator",
     "vcpo_opob_only single",
+    "vcpo_plus pp2",
     "vcpo_ess_only anchored",
     "tis_token anchored",
     "accumulate token weights anchored",
@@ -249,7 +252,48 @@ def test_gradient_equals_the_oracle(name: str, models: dict[tuple[str, bool], Pa
     assert metrics["baseline/accumulator_error"] == 0 and metrics["kl/reference"] == 0
     scale = metrics["ess/ratio"] ** 0.5 if config.algorithm.preset.ess_scaling else 1.0
     assert metrics["ess/ratio"] == pytest.approx(policy.ess(), rel=1e-5) and metrics["ess/ratio"] < 0.95
+    if config.algorithm.preset.step_bound != "off":
+        kl, entropy = policy.lag_kl()
+        assert metrics["bound/kl"] == pytest.approx(kl, rel=1e-4) and kl > 1e-3
+        assert metrics["bound/entropy"] == pytest.approx(entropy, rel=1e-6)
+        assert metrics["bound/lr_scale"] == pytest.approx(0.02)  # of a first step
+        scale *= metrics["bound/lr_scale"]
+    assert metrics["ess/lr_scale"] == pytest.approx(scale)
     assert metrics["lr/effective"] / config.optimizer.lr == pytest.approx(scale)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", matrix({**LAYOUTS, "dp2 distributed": (2, {})}, ("tp2",)))
+def test_a_gradient_above_those_before_is_clipped(
+    layout: str, models: dict[tuple[str, bool], Path], batches: dict[Any, Batch]
+) -> None:
+    """Rewards ten times as large give ten times the gradient, and the parameters that its norm before would have."""
+    ranks, parallel = {**LAYOUTS, "dp2 distributed": (2, {})}[layout]
+    model, batch = models["qwen2", False], batches[("qwen2", False), False, True]
+    steps = [batch, in_units(batch, 10.0)]
+    keys = {"normalize_std": False, "ess_scaling": False}
+    optimizer = {"lr": 1e-4, "distributed": layout.endswith("distributed")}
+
+    def run(algorithm: dict[str, Any], clip_grad: float) -> dict[str, Any]:
+        config = make_config(
+            model,
+            ranks,
+            parallel=parallel,
+            algorithm={**keys, **algorithm},
+            optimizer={**optimizer, "clip_grad": clip_grad},
+        )
+        (outcome,) = run_world(ranks, "learner.run_layouts:one_step_each", {"cases": [(config, steps)]})
+        return outcome
+
+    clipped = run({"spike_clip": 1.0}, 0.0)
+    first, second = (result.metrics for result in clipped["results"])
+    assert "bound/grad_norm" not in first and second["grad_norm/total"] > 8 * first["grad_norm/total"]
+    assert second["bound/grad_norm"] == pytest.approx(first["grad_norm/total"], rel=1e-12)
+    expected = run({}, first["grad_norm/total"])
+    free = run({}, 0.0)
+    for key, parameter in clipped["parameters"].items():
+        assert float((parameter - expected["parameters"][key]).abs().max()) < 1e-7, key
+    assert max(float((p - free["parameters"][k]).abs().max()) for k, p in clipped["parameters"].items()) > 1e-5
 
 
 @pytest.mark.timeout(300)

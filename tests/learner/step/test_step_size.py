@@ -17,7 +17,7 @@ from vcpo_megatron.algorithm.ess import ess_ratio
 from vcpo_megatron.algorithm.noise import noise_ess_ratio, noise_inflation
 from vcpo_megatron.config.schema import AlgorithmConfig
 from vcpo_megatron.learner.step.batch_state import BatchState
-from vcpo_megatron.learner.step.step_size import EssState, batch_ess_ratio
+from vcpo_megatron.learner.step.step_size import EssState, StepBounds, batch_ess_ratio
 from vcpo_megatron.types import Batch, PolicyVersion, Trajectory, VersionSpan
 
 from ..oracles import Policy
@@ -55,7 +55,7 @@ def step(ess: EssState, state: BatchState, algorithm: AlgorithmConfig = AUTO) ->
     ratio = batch_ess_ratio(state, algorithm.ess_weights, algorithm.is_threshold)
     seen = ess.observed(state)
     on_policy = seen.on_policy_ratio(state, algorithm)
-    return seen.taken(ratio, state, algorithm), seen.scale(ratio, on_policy, algorithm), on_policy
+    return seen.taken(ratio, state, algorithm, StepBounds(), 1.0), seen.scale(ratio, on_policy, algorithm), on_policy
 
 
 def warmed_up(lengths: Sequence[int], sigma: float, group: int = 1) -> EssState:
@@ -127,8 +127,8 @@ def test_noise_that_goes_along_with_its_neighbours_weighs_more() -> None:
     ess, _, on_policy = step(ess, batch([400] * COUNT, 0.05, 9, group=4))
     assert on_policy == pytest.approx(statistics.median(ess.first_ratios), rel=0.35)
     assert len(ess.inflations) == 5
-    assert EssState().taken(0.1, batch([400] * COUNT, 0.05, 9, current=0.9), AUTO).inflations == []  # not on-policy
-    assert EssState().taken(1.0, batch([4] * COUNT, 0.0, 9), AUTO).inflations == []  # no noise to speak of
+    assert step(EssState(), batch([400] * COUNT, 0.05, 9, current=0.9))[0].inflations == []  # not on-policy
+    assert step(EssState(), batch([4] * COUNT, 0.0, 9))[0].inflations == []  # no noise to speak of
 
 
 def test_a_configured_number_stays_what_it_is() -> None:

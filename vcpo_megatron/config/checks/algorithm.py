@@ -43,6 +43,11 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
             f"algorithm.is_threshold = {algorithm.is_threshold}: every weight would be cut, 1, that of an on-policy "
             "trajectory, included; at least 1"
         )
+    if 0 < preset.spike_clip < 1:
+        yield (
+            f"algorithm.spike_clip = {preset.spike_clip}: every gradient would be cut below those before it; 0, or at "
+            "least 1"
+        )
     yield from _opob_mode(config)
     if (algorithm.kl_coef > 0) != (algorithm.kl_reference != "none"):
         yield (
@@ -158,6 +163,7 @@ def idle_keys(config: RunConfig) -> Iterator[str]:
         "algorithm.record_norms": (not opob or algorithm.opob_mode == "proxy", f"{mode} records them in any case"),
         "algorithm.ess_rule": (preset.ess_scaling, "ess_scaling = false"),
         "algorithm.base_ess_ratio": (preset.ess_scaling, "ess_scaling = false"),
+        "algorithm.step_bound_target": (preset.step_bound != "off", 'step_bound = "off"'),
         "optimizer.min_lr": (config.optimizer.schedule != "constant", 'schedule = "constant" does not end anywhere'),
         "optimizer.schedule_steps": (config.optimizer.schedule != "constant", 'schedule = "constant" has no length'),
         "train.start_optimizer": (config.train.start_from is not None, "train.start_from is not set"),

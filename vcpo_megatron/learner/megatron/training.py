@@ -92,10 +92,14 @@ class Trainable:
         (rate,) = {self.schedule.get_lr(group) for group in self.optimizer.param_groups}
         return rate
 
-    def optimizer_step(self, learning_rate: float) -> None:
-        """Clip, and step by ``learning_rate`` (decoupled weight decay follows it)."""
+    def optimizer_step(self, learning_rate: float, largest_norm: float | None = None) -> None:
+        """Clip, and step by ``learning_rate`` (decoupled weight decay follows it). ``largest_norm`` of this step's
+        gradient, inf for none; None: ``optimizer.clip_grad``."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        if largest_norm is not None:
+            for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+                optimizer.config.clip_grad = 0.0 if math.isinf(largest_norm) else largest_norm  # 0: not clipped
         self.optimizer.step()
         self.schedule.num_steps += 1
 

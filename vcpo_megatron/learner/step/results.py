@@ -11,6 +11,7 @@ from ...algorithm.ess import ess_ratio
 from ...observability.buckets import AGES, FEWEST, LENGTHS
 from ...types import Batch, TrajectoryResult
 from .batch_state import BatchState
+from .step_size import StepBounds
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,12 @@ class StepOutcome:
     """What became of a step.
 
     on_policy      ESS ratio that mismatch alone would give, None where it is not known
-    ess_scale      factor on the learning rate
+    ess_scale      factor on the learning rate, that of the bounds included
     learning_rate  the one in effect, nan where the step was skipped
     total_norm     the gradient's norm before clipping, nan where the step was skipped before it was asked for
     skipped        "" or the reason
     seconds        from the plan to the end of the last backward
+    bounds         what bounded the step beside ESS
     """
 
     ess_ratio: float
@@ -32,6 +34,7 @@ class StepOutcome:
     total_norm: float
     skipped: str
     seconds: float
+    bounds: StepBounds = StepBounds()
 
 
 def step_metrics(
@@ -69,6 +72,7 @@ def step_metrics(
         "time/forward_backward": outcome.seconds,
         "step/skipped": float(bool(outcome.skipped)),
         **({} if outcome.on_policy is None else {"ess/ratio_on_policy": outcome.on_policy}),
+        **outcome.bounds.metrics,
         **_mismatch(state),
     }
 

@@ -1,17 +1,21 @@
-"""The step size that the effective sample size allows, and what it remembers between steps."""
+"""The step that the effective sample size and the bounds beside it allow, and what they remember between steps."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from ...algorithm import importance
 from ...algorithm.ess import ess_ratio, step_scale
 from ...algorithm.noise import TokenNoise, noise_ess_ratio, noise_inflation
-from ...config.schema import AlgorithmConfig
+from ...algorithm.step_bounds import BoundState, lag_kl, next_mean_square, norm_limit, relative_kl_bound
+from ...config.schema import AlgorithmConfig, RunConfig
+from ...types import Batch
 from .batch_state import BatchState
 
 #: Steps, all on-policy, whose median ESS ratio is the first base when ``base_ess_ratio`` is "auto"; and on-policy steps
@@ -21,11 +25,13 @@ AUTO_BASE_STEPS = 5
 
 @dataclass(frozen=True)
 class EssState:
-    """What the step size and the anchor remember between steps; part of a checkpoint.
+    """What the step size, its bounds and the anchor remember between steps; part of a checkpoint.
 
     first_ratios  ESS ratios of the first steps taken, all on-policy where ``base_ess_ratio`` is "auto"
     noise_tokens, noise_mean, noise_square  the fields of a ``TokenNoise``: tokens of the current version, as they came
     inflations    of the last on-policy steps taken: how much noisier answers were than their tokens say
+    bound         of the rate, where ``step_bound`` is on
+    mean_square   running mean of the gradients' squared norms, where ``spike_clip`` is on; None before the first step
     """
 
     previous_ratio: float = 1.0
@@ -34,6 +40,12 @@ class EssState:
     noise_mean: float = 0.0
     noise_square: float = 0.0
     inflations: list[float] = field(default_factory=list)
+    bound: BoundState = BoundState()
+    mean_square: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bound, dict):  # as a checkpoint's manifest has it
+            object.__setattr__(self, "bound", BoundState(**self.bound))
 
     def observed(self, state: BatchState) -> EssState:
         """With what a batch's tokens of the current version say, whether its step is taken or not."""
@@ -63,11 +75,71 @@ class EssState:
         base = self.base(on_policy, algorithm)
         return step_scale(ratio, base, algorithm.ess_rule) if algorithm.preset.ess_scaling and base is not None else 1.0
 
-    def taken(self, ratio: float, state: BatchState, algorithm: AlgorithmConfig) -> EssState:
-        """After a step that was taken on this batch, with this ratio."""
-        first = [*self.first_ratios, ratio][:AUTO_BASE_STEPS]
-        inflations = [*self.inflations, *_inflation(ratio, state, algorithm)][-AUTO_BASE_STEPS:]
-        return dataclasses.replace(self, previous_ratio=ratio, first_ratios=first, inflations=inflations)
+    def taken(
+        self, ratio: float, state: BatchState, algorithm: AlgorithmConfig, bounds: StepBounds, norm: float
+    ) -> EssState:
+        """After a step that was taken on this batch, with this ratio, within ``bounds``, on a gradient of this norm."""
+        mean_square = self.mean_square
+        if bounds.largest_norm is not None:
+            mean_square = next_mean_square(mean_square, norm, bounds.largest_norm)
+        return dataclasses.replace(
+            self,
+            previous_ratio=ratio,
+            first_ratios=[*self.first_ratios, ratio][:AUTO_BASE_STEPS],
+            inflations=[*self.inflations, *_inflation(ratio, state, algorithm)][-AUTO_BASE_STEPS:],
+            bound=self.bound if bounds.state is None else bounds.state,
+            mean_square=mean_square,
+        )
+
+
+@dataclass(frozen=True)
+class StepBounds:
+    """What bounds one step beside ESS.
+
+    state         what the bound of the rate will remember once the step is taken; None where ``step_bound`` is off
+    kl, entropy   of the batch, nats an answer; nan where it is off
+    largest_norm  of the gradient, inf for none; None where ``spike_clip`` is off
+    """
+
+    state: BoundState | None = None
+    kl: float = math.nan
+    entropy: float = math.nan
+    largest_norm: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """Factor on the learning rate beside that of ESS."""
+        return 1.0 if self.state is None else self.state.scale
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the bounds that are on; no norm where nothing limits it yet."""
+        found: dict[str, float] = {}
+        if self.largest_norm is not None and math.isfinite(self.largest_norm):
+            found["bound/grad_norm"] = self.largest_norm
+        if self.state is not None:
+            found |= {"bound/lr_scale": self.state.scale, "bound/kl": self.kl, "bound/entropy": self.entropy}
+        return found
+
+
+def step_bounds(state: EssState, config: RunConfig, batch: Batch, log_ratio: torch.Tensor) -> StepBounds:
+    """Bounds of the step on ``batch``, from the log ratios of all its trajectories, float64 [N]."""
+    algorithm, clip = config.algorithm, config.optimizer.clip_grad or math.inf
+    limit = norm_limit(state.mean_square, algorithm.preset.spike_clip)
+    largest = min(clip, limit) if algorithm.preset.spike_clip else None
+    if algorithm.preset.step_bound == "off":
+        return StepBounds(largest_norm=largest)
+    kl, entropy = lag_kl(log_ratio, algorithm.is_threshold), behavior_entropy(batch)
+    lag, target = config.staleness.max_staleness, algorithm.step_bound_target
+    return StepBounds(relative_kl_bound(state.bound, kl, entropy, target, lag), kl, entropy, largest)
+
+
+def behavior_entropy(batch: Batch) -> float:
+    """mean(-log mu) over the answers of the batch: the entropy of the behaviour of a whole answer, in nats."""
+    sums = [
+        -float(t.behavior_logprobs[t.loss_mask].sum(dtype=np.float64)) for g in batch.groups for t in g.trajectories
+    ]
+    return math.fsum(sums) / len(sums)
 
 
 def batch_ess_ratio(state: BatchState, weights: str, threshold: float) -> float:

@@ -8,7 +8,7 @@ For trajectory i of prompt group g in a batch of N, with behaviour log-probs log
     b_g   = sum_i p_i R_i,  p = softmax(2 log u_i + 2 log |g_i|)       u_i = exp(l_i), or w_i
     G     = sum_g sum_i (R_i - b_g)/std_g  w_i g_i + a g_i    a the behaviour anchor's coefficient
     ratio = ESS / N,  log ESS = 2 logsumexp(l) - logsumexp(2 l)
-    lr    = lr * min(1, ratio / base)^p                       the same on every rank
+    lr    = lr * min(1, ratio / base)^p                       the same on every rank, bounded further by ``StepBounds``
 
 Weights may be of tokens or turns: then s_i = grad sum_t c_i v_t log pi_theta takes the place of w_i g_i.
 
@@ -36,7 +36,7 @@ from .batch_state import BatchState, RankSums
 from .passes import Passes
 from .plan import StepPlan
 from .results import StepOutcome, ess_by_bucket, step_metrics, trajectory_results
-from .step_size import EssState, batch_ess_ratio
+from .step_size import EssState, StepBounds, batch_ess_ratio, step_bounds
 
 #: Why a step is skipped.
 NON_FINITE, VANISHING = "non-finite step", "vanishing weights"
@@ -99,12 +99,14 @@ class VcpoStep:
         ratio = self._ess_ratio(state, algorithm.ess_weights)
         ess_state = self.ess_state.observed(state)
         on_policy = ess_state.on_policy_ratio(state, algorithm)  # what mismatch alone makes of these lengths
-        scale = ess_state.scale(ratio, on_policy, algorithm)  # min(1, ratio / base)^p
+        bounds = step_bounds(ess_state, self.config, batch, state.log_ratio)
+        scale = ess_state.scale(ratio, on_policy, algorithm) * bounds.scale  # min(1, ratio / base)^p, bounded
         skipped, norm = self._judge(state, ratio)
-        rate = math.nan if skipped else self._optimizer_step(scale)
+        rate = math.nan if skipped else self._optimizer_step(scale, bounds)
         if not skipped:
-            self.ess_state = ess_state.taken(ratio, state, algorithm)
-        return self._result(batch, version, state, StepOutcome(ratio, on_policy, scale, rate, norm, skipped, seconds))
+            self.ess_state = ess_state.taken(ratio, state, algorithm, bounds, norm)
+        outcome = StepOutcome(ratio, on_policy, scale, rate, norm, skipped, seconds, bounds)
+        return self._result(batch, version, state, outcome)
 
     def _plan(self, batch: Batch, version: int) -> tuple[BatchState, StepPlan]:
         """What is known before the step, and this rank's packs; ``version`` is that of the policy before the step."""
@@ -144,11 +146,11 @@ class VcpoStep:
         norm = self.trainable.gradient_norm(self.parallel)
         return "" if norm <= LARGEST_NORM else NON_FINITE, norm
 
-    def _optimizer_step(self, scale: float) -> float:
-        """Step at the rate that ESS allows, which is returned."""
+    def _optimizer_step(self, scale: float, bounds: StepBounds) -> float:
+        """Step at the rate that ESS and the bounds allow, which is returned."""
         scaled = self.trainable.scheduled_learning_rate() * scale
         rate = agree_equal(scaled, "learning rates", self.parallel)
-        self.trainable.optimizer_step(rate)
+        self.trainable.optimizer_step(rate, bounds.largest_norm)
         return rate
 
     def _result(self, batch: Batch, version: PolicyVersion, state: BatchState, outcome: StepOutcome) -> StepResult:
