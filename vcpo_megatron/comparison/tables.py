@@ -1,0 +1,140 @@
+"""Results as Markdown: a row for each method, lag and rate, with mean and band over its seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..run.text import printable
+from .results import RunRecord, newest
+from .summary import LAST, WINDOW, RunSummary, band, summary_of
+
+#: Column -> (field of the summary, format).
+_ACCURACY = {
+    "final": ("final", ".3f"),
+    "best": ("best", ".3f"),
+    "turned at": ("turned", ".0f"),
+    "steps to {target:g}": ("steps_to", ".0f"),
+    "process-s to {target:g}": ("process_seconds_to", ".0f"),
+    "process-s a step": ("process_seconds_a_step", ".2f"),
+    "s a step": ("seconds_a_step", ".2f"),
+}
+_NUMBERS = {
+    "ESS": ("ess", ".2f"),
+    "lowest ESS": ("ess_low", ".2f"),
+    "lowest mean weight": ("weight_low", ".2f"),
+    "highest KL a token": ("kl_high", ".2g"),
+    "highest gradient norm": ("norm_high", ".2g"),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs that differ in the seed alone have in common."""
+
+    method: str
+    lag: int
+    rate: float
+    steps: int
+
+
+Summaries = Mapping[Setting, Sequence[RunSummary]]
+
+
+def report(records: Sequence[RunRecord], digests: Collection[str] | None = None, *, target: float) -> str:
+    """Tables of the runs that are done, those of ``digests`` where they are given, and a line for each other run."""
+    chosen = [record for record in newest(records).values() if digests is None or record.digest in digests]
+    if not chosen:
+        return "No results yet.\n"
+    done, superseded = _one_a_seed([record for record in chosen if record.status == "done"])
+    settings: dict[Setting, list[RunSummary]] = {}
+    for record in done:
+        setting = Setting(record.method, record.lag, record.rate, record.steps)
+        settings.setdefault(setting, []).append(summary_of(record, target))
+    parts = []
+    if settings:
+        parts += [_table(settings, _ACCURACY, target), _explained(target)]
+        parts += [_table(settings, _NUMBERS, target, last="first to turn"), _NUMBERS_SAID]
+    if rates := _best_rates(settings):
+        parts.append(rates)
+    others = [_other(record) for record in chosen if record.status != "done"]
+    others += [f"- {record.label}: left out, since a newer run has another configuration" for record in superseded]
+    if others:
+        parts.append("\n".join(others))
+    return "\n\n".join(parts) + "\n"
+
+
+def _one_a_seed(done: Sequence[RunRecord]) -> tuple[list[RunRecord], list[RunRecord]]:
+    """The last of the runs that have method, lag, rate, steps and seed in common, and the others."""
+    kept: dict[tuple[object, ...], RunRecord] = {}
+    for record in done:
+        kept[record.method, record.lag, record.rate, record.steps, record.seed] = record
+    return list(kept.values()), [record for record in done if record not in kept.values()]
+
+
+def _table(
+    settings: Summaries, columns: Mapping[str, tuple[str, str]], target: float, *, last: str | None = None
+) -> str:
+    names = ["method", "lag", "rate", "steps", "seeds", *(name.format(target=target) for name in columns)]
+    rows = [[*names, *([last] if last else [])]]
+    rows.append(["---"] * len(rows[0]))
+    for setting, runs in settings.items():
+        row = [setting.method, str(setting.lag), f"{setting.rate:g}", str(setting.steps), str(len(runs))]
+        row += [_cell([getattr(run, field) for run in runs], form) for field, form in columns.values()]
+        if last:
+            row.append(", ".join(f"`{run.first}`" for run in runs if run.first) or "-")
+        rows.append(row)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(values: Sequence[float | None], form: str) -> str:
+    """ "0.98 (0.97-0.99)": mean and band; how many have the number where not all do."""
+    over = band(values)
+    if over is None:
+        return "-"
+    low, mean, high = (format(value, form) for value in (over.low, over.mean, over.high))
+    text = mean if low == high else f"{mean} ({low}-{high})"
+    return text if over.known == over.of else f"{text}, {over.known} of {over.of}"
+
+
+def _explained(target: float) -> str:
+    return (
+        f"Mean over seeds, in brackets least and greatest. final: mean of the last {LAST} evaluations. turned at: "
+        "optimizer steps before the evaluation from which on accuracy, smoothed over three, is more than 0.1 below its "
+        f"best. to {target:g}: until the first evaluation that reached it. process-s: processor seconds of all processes "
+        "of a run, starts and evaluations included."
+    )
+
+
+_NUMBERS_SAID = (
+    f"ESS: mean over all steps. Lowest and highest: of means over {WINDOW} steps. first to turn: of runs that turned, the "
+    "number that doubled or halved first since the best evaluation."
+)
+
+
+def _best_rates(settings: Summaries) -> str | None:
+    """A table of each method's best rate at each lag that has several."""
+    by_lag: dict[tuple[str, int, int], dict[float, Sequence[RunSummary]]] = {}
+    for setting, runs in settings.items():
+        by_lag.setdefault((setting.method, setting.lag, setting.steps), {})[setting.rate] = runs
+    rows = list(_best_rows(by_lag))
+    if not rows:
+        return None
+    head = ["method", "lag", "steps", "rates", "best rate", "final there"]
+    table = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in table)
+
+
+def _best_rows(by_lag: Mapping[tuple[str, int, int], Mapping[float, Sequence[RunSummary]]]) -> Iterator[list[str]]:
+    for (method, lag, steps), rates in by_lag.items():
+        finals = {rate: over for rate, runs in rates.items() if (over := band([run.final for run in runs]))}
+        if len(finals) > 1:
+            best = max(finals, key=lambda rate: finals[rate].mean)
+            cell = _cell([run.final for run in rates[best]], ".3f")
+            yield [method, str(lag), str(steps), ", ".join(f"{rate:g}" for rate in sorted(rates)), f"{best:g}", cell]
+
+
+def _other(record: RunRecord) -> str:
+    """A line of a run that is not in the tables."""
+    done = len(record.step)
+    return f"- {record.label}: {record.status} after {done} of {record.steps} steps: {printable(record.reason)}"
