@@ -60,7 +60,8 @@ RESERVED: dict[str, tuple[str, ...]] = {
 #: Modules that work where torch cannot be imported; a package stands for all of its modules, but for ``NEEDS_TORCH``.
 TORCH_FREE = (
     *("types", "run", "models", "config", "environments", "orchestrator", "launch", "planning", "observability"),
-    *("report", "comparison", "transport", "cli", "rollout.client", "rollout.fleet", "rollout.agent_loop", "weight_sync"),
+    *("report", "comparison", "transport", "cli", "rollout.client", "rollout.fleet", "rollout.agent_loop"),
+    "weight_sync",
 )
 #: What of these holds tensors; with a star any folder of the package.
 NEEDS_TORCH = (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,8 +120,6 @@ def _run(path: Path, args: argparse.Namespace) -> int:
 
 def _line(text: str) -> None:
     say(text)
-    import sys
-
     sys.stdout.flush()  # also into a file: somebody may follow it
 
 
@@ -168,8 +168,6 @@ class _Processes:
         return start_child(command, env=env, log=log)
 
     def ask(self, child: subprocess.Popen[bytes]) -> None:
-        import signal
-
         if child.poll() is None:
             child.send_signal(signal.SIGTERM)
 

@@ -5,8 +5,8 @@
     waits for   the ends of the runs that are going on: each has its own deadlines
     unblocked by  a signal: the runs are asked to stop, with a checkpoint; a second one: they are ended at once
 
-A run that was stopped, or whose process was killed, is taken up by ``vcpo train --resume``: in exact lag it goes on from
-its newest checkpoint to the same numbers to the last bit, and from its start where it has none.
+A run that was stopped, or whose process was killed, is taken up by ``vcpo train --resume``: in exact lag it goes on
+from its newest checkpoint to the same numbers to the last bit, and from its start where it has none.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..observability.turning import FACTOR, FALL
 from ..run.text import printable
 from .results import RunRecord, newest
 from .summary import LAST, WINDOW, RunSummary, band, summary_of
@@ -100,15 +101,15 @@ def _cell(values: Sequence[float | None], form: str) -> str:
 def _explained(target: float) -> str:
     return (
         f"Mean over seeds, in brackets least and greatest. final: mean of the last {LAST} evaluations. turned at: "
-        "optimizer steps before the evaluation from which on accuracy, smoothed over three, is more than 0.1 below its "
-        f"best. to {target:g}: until the first evaluation that reached it. process-s: processor seconds of all processes "
-        "of a run, starts and evaluations included."
+        "optimizer steps before the evaluation from which on accuracy, smoothed over three, is more than "
+        f"{FALL:g} below its best. to {target:g}: until the first evaluation that reached it. process-s: processor "
+        "seconds of all processes of a run, starts and evaluations included."
     )
 
 
 _NUMBERS_SAID = (
-    f"ESS: mean over all steps. Lowest and highest: of means over {WINDOW} steps. first to turn: of runs that turned, the "
-    "number that doubled or halved first since the best evaluation."
+    f"ESS: mean over all steps. Lowest and highest: of means over {WINDOW} steps. first to turn: of runs that turned, "
+    f"the number that first was {FACTOR:g} times, or one part in {FACTOR:g} of, what it was around the best evaluation."
 )
 
 
