@@ -17,7 +17,7 @@ from tests.messages import assert_names
 from vcpo_megatron.comparison import runner
 from vcpo_megatron.comparison.matrix import PlannedRun, planned_runs
 from vcpo_megatron.comparison.results import appended, newest, read_records
-from vcpo_megatron.comparison.runner import Comparison, Outcome
+from vcpo_megatron.comparison.runner import Comparison, ComparisonOutcome
 from vcpo_megatron.comparison.spec import load_spec
 from vcpo_megatron.config.load import load_config
 
@@ -89,7 +89,7 @@ def compare(
     *,
     slots: Sequence[Mapping[str, str]] = ({},),
     signals: Sequence[int] = (),
-) -> tuple[Outcome, list[str]]:
+) -> tuple[ComparisonOutcome, list[str]]:
     """What came of it, and the lines that were said."""
     said: list[str] = []
     with appended(folder / "results.jsonl") as results:
@@ -110,7 +110,7 @@ def compare(
 def test_every_run_is_made_once_and_recorded(tmp_path: Path, runs: list[PlannedRun]) -> None:
     fake = Fake()
     outcome, said = compare(tmp_path, runs, fake)
-    assert outcome == Outcome(done=4, before=0, failed=0, stopped=False) and fake.most == 1
+    assert outcome == ComparisonOutcome(done=4, before=0, failed=0, stopped=False) and fake.most == 1
     records = read_records([tmp_path])
     assert [(one.label, one.status, one.accuracy) for one in records] == [(run.label, "done", (0.75,)) for run in runs]
     assert all(len(one.step) == len(one.process_seconds) == 40 for one in records)
@@ -121,7 +121,7 @@ def test_every_run_is_made_once_and_recorded(tmp_path: Path, runs: list[PlannedR
     assert load_config(Path(command[4])) == runs[0].config  # what is written is what was planned
 
     outcome, said = compare(tmp_path, runs, fake)
-    assert outcome == Outcome(done=0, before=4, failed=0, stopped=False) and len(fake.started) == 4
+    assert outcome == ComparisonOutcome(done=0, before=4, failed=0, stopped=False) and len(fake.started) == 4
     assert len(read_records([tmp_path])) == 4
 
 
@@ -136,12 +136,12 @@ def test_runs_stand_side_by_side_each_with_its_own_devices(tmp_path: Path, runs:
 def test_a_failure_is_recorded_by_reason_and_ends_nothing(tmp_path: Path, runs: list[PlannedRun]) -> None:
     fake = Fake(code=lambda name: 1 if name.startswith("synchronous") else 0)
     outcome, said = compare(tmp_path, runs, fake)
-    assert outcome == Outcome(done=2, before=0, failed=2, stopped=False)
+    assert outcome == ComparisonOutcome(done=2, before=0, failed=2, stopped=False)
     failed = [one for one in read_records([tmp_path]) if one.status == "failed"]
     assert [one.reason for one in failed] == [f"said in {run.name}.log" for run in runs if run.method == "synchronous"]
     assert_names("\n".join(said), "2/4 synchronous", "failed after 40 steps", "said in")
     again = Fake()
-    assert compare(tmp_path, runs, again)[0] == Outcome(done=2, before=2, failed=0, stopped=False)
+    assert compare(tmp_path, runs, again)[0] == ComparisonOutcome(done=2, before=2, failed=0, stopped=False)
     assert all(RESUME in command for command, _ in again.started)  # what had begun goes on
 
 
@@ -185,7 +185,7 @@ def test_signals_are_handed_on_and_nothing_is_started_any_more(
     fake = Fake(looks=10**6)
     monkeypatch.setattr(runner.time, "sleep", lambda _: signals.extend([signal.SIGINT] * times if not signals else []))
     outcome, said = compare(tmp_path, runs, fake, slots=[{}, {}], signals=signals)
-    assert outcome == Outcome(done=0, before=0, failed=0, stopped=True)
+    assert outcome == ComparisonOutcome(done=0, before=0, failed=0, stopped=True)
     assert [child.asked for child in fake.children] == [min(times, 2)] * 2
     assert [one.status for one in read_records([tmp_path])] == ["stopped"] * 2
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from tests.comparison.records import record
+from tests.messages import assert_names
 from vcpo_megatron.comparison.summary import Band, band, means, summary_of
 from vcpo_megatron.comparison.tables import report
 
@@ -78,10 +79,9 @@ def test_runs_that_are_not_done_have_a_line() -> None:
     failed = record(seed=1, status="failed", reason="server 0 died", step=(0, 1))
     text = report([record(), failed, record(seed=2, status="stopped", reason="SIGINT")], target=0.9)
     assert cells(text, 2)[4] == "1"
-    assert text.splitlines()[-2:] == [
-        "- vcpo, lag 16, rate 0.001, seed 1: failed after 2 of 4 steps: server 0 died",
-        "- vcpo, lag 16, rate 0.001, seed 2: stopped after 4 of 4 steps: SIGINT",
-    ]
+    first, second = text.splitlines()[-2:]
+    assert_names(first, "vcpo", "seed 1", "failed", "2 of 4 steps", "server 0 died")
+    assert_names(second, "vcpo", "seed 2", "stopped", "4 of 4 steps", "SIGINT")
 
 
 def test_one_run_a_seed_and_those_of_the_spec() -> None:

@@ -77,7 +77,7 @@ class _Running:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ComparisonOutcome:
     """Runs that are done, were done before, and failed; ``stopped``: a signal ended the comparison."""
 
     done: int
@@ -116,7 +116,7 @@ class Comparison:
     def _is_done(self, run: PlannedRun) -> bool:
         return run.digest in self._known and self._known[run.digest].status == "done"
 
-    def run(self) -> Outcome:
+    def run(self) -> ComparisonOutcome:
         """Until all have ended, or a signal has stopped them; then nothing that was started here is alive."""
         if self._before:
             self._say(f"{self._before} of {len(self._all)} runs are done already")
@@ -130,7 +130,7 @@ class Comparison:
         finally:
             for running in self._running:
                 self._processes.kill(running.child)
-        return Outcome(self._done, self._before, self._failed, bool(self._signals))
+        return ComparisonOutcome(self._done, self._before, self._failed, bool(self._signals))
 
     # --- starting ---
 
