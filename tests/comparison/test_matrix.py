@@ -42,6 +42,12 @@ def test_what_a_run_is_configured_as(tmp_path: Path) -> None:
     assert config.environment.modules == EXAMPLE.parent
 
 
+def test_a_method_s_own_keys_win(tmp_path: Path) -> None:
+    own = 'name = "vcpo"\nset.optimizer.schedule = "cosine"\nset.algorithm.method = "tis_token"'
+    config = runs(tmp_path, ('name = "vcpo"', own))[0].config
+    assert (config.optimizer.schedule, config.algorithm.method) == ("cosine", "tis_token")
+
+
 def test_relative_paths_are_the_spec_s(tmp_path: Path) -> None:
     heldout = ('optimizer.schedule = "constant"', 'environment.heldout = "mine.jsonl"')
     assert runs(tmp_path, heldout)[0].config.environment.heldout == tmp_path / "mine.jsonl"

@@ -38,6 +38,8 @@ def test_what_is_not_known_has_no_number() -> None:
     assert (at_once.steps_to, at_once.process_seconds_to) == (0, 0.0)
     unknown = summary_of(record(process_seconds=(None, None, 14.0, 16.0)), target=0.6)
     assert (unknown.steps_to, unknown.process_seconds_to, unknown.process_seconds_a_step) == (2, None, None)
+    longer = record(evaluated=(0, 1, 2, 4), accuracy=(0.0, 0.3, 0.6, 0.9))
+    assert summary_of(longer, target=0.9).final == pytest.approx(0.6)  # of the last three
     nothing = summary_of(record(evaluated=(), accuracy=(), step=(), process_seconds=(), series={}), target=0.9)
     assert set(dataclasses.asdict(nothing).values()) == {None}
 

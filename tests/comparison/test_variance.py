@@ -62,6 +62,7 @@ def test_least_is_the_least_of_all_constants() -> None:
     terms = np.exp(2 * log_w) * of.norms**2
     least = min(float((terms * (rewards - b) ** 2).sum()) for b in tried)
     assert found["least"] == pytest.approx(least, rel=1e-6)
+    assert found["OPOB"] > found["least"] * 1.001
     assert all(value >= found["least"] for name, value in found.items() if name != "OPOB leave-one-out")
 
 
