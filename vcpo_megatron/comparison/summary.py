@@ -68,6 +68,25 @@ def summary_of(record: RunRecord, target: float) -> RunSummary:
     )
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What runs that differ in the seed alone have in common."""
+
+    method: str
+    lag: int
+    rate: float
+    steps: int
+
+
+def by_setting(records: Sequence[RunRecord]) -> dict[Setting, list[RunRecord]]:
+    """Records of each setting, the last one of each seed, in the order of their first."""
+    seeds: dict[Setting, dict[int, RunRecord]] = {}
+    for record in records:
+        setting = Setting(record.method, record.lag, record.rate, record.steps)
+        seeds.setdefault(setting, {})[record.seed] = record
+    return {setting: list(of.values()) for setting, of in seeds.items()}
+
+
 #: Metric -> (field, which of its means).
 _EXTREMES = {
     "ess/ratio": ("ess_low", min),

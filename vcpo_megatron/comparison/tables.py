@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from ..observability.turning import FACTOR, FALL
 from ..run.text import printable
 from .results import RunRecord, newest
-from .summary import LAST, WINDOW, RunSummary, band, summary_of
+from .summary import LAST, WINDOW, RunSummary, Setting, band, by_setting, summary_of
 
 #: Column -> (field of the summary, format).
 _ACCURACY = {
@@ -29,16 +28,6 @@ _NUMBERS = {
 }
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What runs that differ in the seed alone have in common."""
-
-    method: str
-    lag: int
-    rate: float
-    steps: int
-
-
 Summaries = Mapping[Setting, Sequence[RunSummary]]
 
 
@@ -47,11 +36,10 @@ def report(records: Sequence[RunRecord], digests: Collection[str] | None = None,
     chosen = [record for record in newest(records).values() if digests is None or record.digest in digests]
     if not chosen:
         return "No results yet.\n"
-    done, superseded = _one_a_seed([record for record in chosen if record.status == "done"])
-    settings: dict[Setting, list[RunSummary]] = {}
-    for record in done:
-        setting = Setting(record.method, record.lag, record.rate, record.steps)
-        settings.setdefault(setting, []).append(summary_of(record, target))
+    done = [record for record in chosen if record.status == "done"]
+    kept = by_setting(done)
+    settings = {setting: [summary_of(record, target) for record in of] for setting, of in kept.items()}
+    superseded = [record for record in done if not any(record in of for of in kept.values())]
     parts = []
     if settings:
         parts += [_table(settings, _ACCURACY, target), _explained(target)]
@@ -63,14 +51,6 @@ def report(records: Sequence[RunRecord], digests: Collection[str] | None = None,
     if others:
         parts.append("\n".join(others))
     return "\n\n".join(parts) + "\n"
-
-
-def _one_a_seed(done: Sequence[RunRecord]) -> tuple[list[RunRecord], list[RunRecord]]:
-    """The last of the runs that have method, lag, rate, steps and seed in common, and the others."""
-    kept: dict[tuple[object, ...], RunRecord] = {}
-    for record in done:
-        kept[record.method, record.lag, record.rate, record.steps, record.seed] = record
-    return list(kept.values()), [record for record in done if record not in kept.values()]
 
 
 def _table(
