@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 
 from ...run.text import encodable
 from ...types import Group, Trajectory
-from .records import experts_of, heldout_trajectory_of, trajectory_of
+from .records import EpisodeTimes, experts_of, heldout_trajectory_of, times_of, trajectory_of
 from .schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, WORKER_ENDED, StoreError, store_errors
 
 
@@ -169,6 +170,41 @@ class StoreReader:
                 {"size": size},
             )
         ]
+
+    def trained_numbers(self) -> np.ndarray:
+        """What steps found for the trajectories that they were trained on, in order of step: float64 [N, 5] of step,
+        log ratio, |g_i|, weight, and tokens after the prompt; nan where there is none (any more)."""
+        rows = self._rows(
+            "SELECT g.step, t.log_ratio, t.grad_norm, t.weight, s.length - s.prompt_length FROM groups g "
+            "JOIN trajectories t USING (group_id) LEFT JOIN samples s ON s.group_id = t.group_id "
+            "AND s.sample_index = t.sample_index WHERE g.step IS NOT NULL AND t.state = ? ORDER BY g.step, g.position",
+            (TRAINED,),
+        )
+        found = [[math.nan if value is None else value for value in row] for row in rows]
+        return np.array(found, dtype=np.float64).reshape(-1, 5)
+
+    def episode_times(self, steps: Sequence[int]) -> dict[int, list[tuple[str, EpisodeTimes]]]:
+        """Step -> (GROUP/SAMPLE, times) of each trajectory that it consumed and of which times were recorded."""
+        if not self._has("episode_times"):
+            return {}
+        marks = ", ".join("?" * len(steps))
+        found: dict[int, list[tuple[str, EpisodeTimes]]] = {}
+        for row in self._rows(
+            f"SELECT g.step, e.* FROM groups g JOIN episode_times e USING (group_id) WHERE g.step IN ({marks}) "
+            "ORDER BY g.step, e.began, e.group_id, e.sample_index",
+            list(steps),
+        ):
+            found.setdefault(row["step"], []).append((f"{row['group_id']}/{row['sample_index']}", times_of(row)))
+        return found
+
+    def step_times(self) -> dict[int, tuple[float, float]]:
+        """Step -> when the learner had its batch, start and end, in seconds since 1970, as far as it was recorded."""
+        if not self._has("step_times"):
+            return {}
+        return {row["step"]: (row["began"], row["ended"]) for row in self._rows("SELECT * FROM step_times")}
+
+    def _has(self, table: str) -> bool:
+        return bool(self._rows("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (table,)))
 
     def trajectory(self, group_id: int, sample_index: int) -> Trajectory | None:
         """One trajectory with its tokens; None when none are stored (any more). Routed experts are left out."""

@@ -42,6 +42,29 @@ class HeldOutSample:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class EpisodeTimes:
+    """When an episode ``began`` and ``ended``, in seconds since 1970, and ``answers``: start and end of each wait for a
+    server's answer, its queue included. What lies between is the environment's."""
+
+    began: float
+    ended: float
+    answers: tuple[tuple[float, float], ...]
+
+
+def times_row(group_id: int, sample_index: int, times: EpisodeTimes) -> tuple[Any, ...]:
+    """Row of ``episode_times``."""
+    spans = np.array(times.answers, dtype="<f8").reshape(-1, 2) - times.began
+    return (group_id, sample_index, times.began, times.ended, spans.astype("<f4").tobytes())
+
+
+def times_of(row: Any) -> EpisodeTimes:
+    """Inverse of ``times_row``; what is no pair of numbers at the end of a damaged one is left out."""
+    whole = len(row["spans"]) // 8 * 8
+    spans = np.frombuffer(row["spans"][:whole], dtype="<f4").astype(np.float64).reshape(-1, 2) + row["began"]
+    return EpisodeTimes(row["began"], row["ended"], tuple((float(start), float(end)) for start, end in spans))
+
+
 def sample_row(trajectory: Trajectory) -> tuple[Any, ...]:
     """Row of ``samples``; the experts go to a row of their own, since they are forgotten sooner."""
     buffers: list[Any] = []

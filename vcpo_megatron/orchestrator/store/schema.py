@@ -81,6 +81,16 @@ PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 
+# When things went on, for whoever looks at a run: seconds since 1970. Nothing else depends on it, and a store of before
+# these tables were made gets them when a run opens it. ``spans``: float32, start and end of each wait for a server's
+# answer, in seconds since ``began``.
+_TIMES = """
+CREATE TABLE IF NOT EXISTS episode_times (
+    group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, began REAL NOT NULL, ended REAL NOT NULL,
+    spans BLOB NOT NULL, PRIMARY KEY (group_id, sample_index)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS step_times (step INTEGER PRIMARY KEY, began REAL NOT NULL, ended REAL NOT NULL);
+"""
+
 #: Reasons for which a group is dropped that a resume has to tell from others.
 ZERO_VARIANCE, SUPERSEDED, RUN_ENDED = "zero variance", "superseded", "run ended"
 
@@ -195,6 +205,7 @@ def _open_at_once(path: Path) -> sqlite3.Connection:
         if empty:
             connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
         check_identity(connection, path)
+        connection.executescript(f"BEGIN; {_TIMES} COMMIT;")
         on_error.pop_all()
     return connection
 

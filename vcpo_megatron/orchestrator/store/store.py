@@ -20,7 +20,17 @@ from typing import Any
 from ...run.text import encodable
 from ...types import PolicyVersion, Trajectory, TrajectoryResult
 from .reader import StoreReader
-from .records import Answer, HeldOutSample, answers_of, answers_row, heldout_row, routing_row, sample_row
+from .records import (
+    Answer,
+    EpisodeTimes,
+    HeldOutSample,
+    answers_of,
+    answers_row,
+    heldout_row,
+    routing_row,
+    sample_row,
+    times_row,
+)
 from .resume import PartialGroup, ResumePlan, undo_after
 from .schema import (
     ADMITTED,
@@ -281,6 +291,21 @@ class RolloutStore(StoreReader):
             queued = self._rows("SELECT group_id FROM groups WHERE state IN (?, ?)", (ADMITTED, SAMPLED))
             for row in queued:
                 self._end(row["group_id"], DROPPED, reason, at=self.steps_done())
+
+    # --- when things went on ------------------------------------------------------------------
+
+    def keep_times(self, times: Mapping[tuple[int, int], EpisodeTimes]) -> None:
+        """Keep when trajectories, (group id, sample index), were sampled; in the place of earlier times."""
+        with self.transaction(), store_errors(self._path, "times of trajectories"):
+            self._connection.executemany(
+                "INSERT OR REPLACE INTO episode_times VALUES (?, ?, ?, ?, ?)",
+                [times_row(*key, found) for key, found in times.items()],
+            )
+
+    def keep_step_times(self, step: int, began: float, ended: float) -> None:
+        """Keep when the learner had the batch of ``step``, in seconds since 1970."""
+        with self.transaction():
+            self._connection.execute("INSERT OR REPLACE INTO step_times VALUES (?, ?, ?)", (step, began, ended))
 
     # --- evaluation ---------------------------------------------------------------------------
 
