@@ -40,7 +40,10 @@ ALLOWED: dict[str, set[str]] = {
         "orchestrator.modes.environment_check",
     },
     "report": {"types", "run", "config", "models", "observability", "orchestrator.store"},
-    "comparison": {"types", "run", "config", "models", "observability", "orchestrator.store"},
+    "comparison": {
+        *("types", "run", "config", "models", "observability", "orchestrator.store", "report.charts"),
+        "report.collapse",
+    },
 }
 #: Folders of a package, lowest first: a module imports from its own folder and from those before it. What is not named
 #: lies above all of them.

@@ -63,6 +63,8 @@ def test_runs_are_made_once_and_reported(spec: Path, processes: Fake, capsys: py
     assert len(read_records([folder])) == len(processes.started) == 4
     table = (folder / "report.md").read_text()
     assert table in shown and table.count("| 0.750 | 0.750 |") == 2  # final and best of both methods
+    assert [path.name for path in (folder / "figures").iterdir() if path.name.startswith("final")] == []
+    assert (folder / "figures" / "accuracy-lag16-rate0.001.svg").read_text().startswith("<svg ")
     assert cli.main(["compare", str(spec)]) == 0 and len(processes.started) == 4
     for paths in ([spec], [folder], [folder / "results.jsonl"]):
         capsys.readouterr()
@@ -81,7 +83,9 @@ def test_results_of_several_comparisons_are_one_table(tmp_path: Path, capsys: py
     for name, rate in (("one", 0.1), ("two", 0.2)):
         with appended(tmp_path / name / "results.jsonl") as results:
             results.add(record(rate=rate))
-    assert cli.main(["compare", str(tmp_path / "one"), str(tmp_path / "two"), "--report"]) == 0
+    words = [str(tmp_path / "one"), str(tmp_path / "two"), "--report", "--figures", str(tmp_path / "svg")]
+    assert cli.main(["compare", *words]) == 0
+    assert "final-rates.svg" in {path.name for path in (tmp_path / "svg").iterdir()}
     assert "| 0.1, 0.2 | 0.1 |" in capsys.readouterr().out
 
 
@@ -92,6 +96,7 @@ def test_results_of_several_comparisons_are_one_table(tmp_path: Path, capsys: py
         (["a.toml"], ("a.toml",)),
         (["a", "--report"], ("a", "results.jsonl")),
         (["a", "--report", "--jobs", "2"], ("--jobs",)),
+        (["a.toml", "--figures", "b"], ("--figures", "--report")),
         (["a", "--variance"], ("a/resolved.toml",)),
     ],
 )

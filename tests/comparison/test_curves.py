@@ -43,10 +43,10 @@ def test_a_control_stands_beside_every_lag() -> None:
     runs = [record("a", lag=lag) for lag in (16, 64)] + [record("b", lag=64), record("sync", lag=0)]
     a16, a64, b64, sync = (Setting(run.method, run.lag, 1e-3, 4) for run in runs)
     assert panels(by_setting(runs)) == [
-        ("lag 64, rate 0.001", [a64, b64, sync]),
-        ("lag 16, rate 0.001", [a16, b64, sync]),
+        (64, 1e-3, [a64, b64, sync]),
+        (16, 1e-3, [a16, b64, sync]),
     ]
-    assert panels(by_setting([runs[1], runs[3]])) == [("lag 64, rate 0.001", [a64, sync])]
+    assert panels(by_setting([runs[1], runs[3]])) == [(64, 1e-3, [a64, sync])]
     assert (name_of(a64, lag=64), name_of(sync, lag=64)) == ("a", "sync, lag 0")
 
 

@@ -45,6 +45,9 @@ def add_compare(commands: Any) -> None:
     parser.add_argument(
         "--jobs", type=positive, metavar="N", help="runs side by side (default: as many as there are cores or GPUs for)"
     )
+    parser.add_argument(
+        "--figures", type=Path, metavar="DIR", help="with --report: write SVG pictures, too (a comparison: OUT/figures)"
+    )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--dry-run", action="store_true", help="check every run and list them, start nothing")
     mode.add_argument("--report", action="store_true", help="tables of the results that there are, in Markdown")
@@ -61,8 +64,10 @@ def _compare(args: argparse.Namespace) -> int:
     try:
         if (args.report or args.variance) and (args.out or args.jobs):
             raise ConfigError(["--out and --jobs are for running; leave them out"])
+        if args.figures and not args.report:
+            raise ConfigError(["--figures belongs to --report; leave it out, or add that"])
         if args.report:
-            return _report(args.paths)
+            return _report(args.paths, args.figures)
         if args.variance:
             return _variance(args.paths)
         if len(args.paths) > 1:
@@ -73,11 +78,12 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _run(path: Path, args: argparse.Namespace) -> int:
+    from ..comparison.figures import write_figures
     from ..comparison.matrix import default_folder, planned_runs, problems_of
     from ..comparison.results import appended, newest, read_records
     from ..comparison.runner import Comparison
     from ..comparison.spec import load_spec
-    from ..comparison.tables import report
+    from ..comparison.tables import finished, report
     from ..launch.supervision import caught_signals, no_orphans
     from ..run.errors import ConfigError
     from ..run.output import surviving
@@ -107,11 +113,14 @@ def _run(path: Path, args: argparse.Namespace) -> int:
                 signals=signals,
                 say=_line,
             ).run()
-        text = report(read_records([folder]), {run.digest for run in runs}, target=spec.target)
+        records, digests = read_records([folder]), {run.digest for run in runs}
+        text = report(records, digests, target=spec.target)
         (folder / "report.md").write_text(text, encoding="utf-8")
+        write_figures(finished(records, digests), folder / "figures", target=spec.target)
         say("")
         for line in text.splitlines():
             say(line)
+        note(f"these tables are in {folder}/report.md, pictures in {folder}/figures")
         if outcome.stopped:
             note(f"stopped: {outcome.done + outcome.before} of {len(runs)} runs are done; the same command goes on")
             return 128 + signals[0]
@@ -182,11 +191,12 @@ class _Processes:
         return last_error(log)
 
 
-def _report(paths: Sequence[Path]) -> int:
+def _report(paths: Sequence[Path], figures: Path | None) -> int:
+    from ..comparison.figures import write_figures
     from ..comparison.matrix import default_folder, planned_runs
     from ..comparison.results import read_records
     from ..comparison.spec import load_spec
-    from ..comparison.tables import report
+    from ..comparison.tables import finished, report
 
     places, digests, targets = [], set[str](), set[float]()
     for path in paths:
@@ -197,8 +207,11 @@ def _report(paths: Sequence[Path]) -> int:
             places.append(default_folder(path))
         else:
             places.append(path)
-    for line in report(read_records(places), digests or None, target=min(targets, default=0.9)).splitlines():
+    records, target = read_records(places), min(targets, default=0.9)
+    for line in report(records, digests or None, target=target).splitlines():
         say(line)
+    if figures is not None:
+        write_figures(finished(records, digests or None), figures, target=target)
     return DONE
 
 

@@ -24,24 +24,24 @@ class Curve:
     high: tuple[float, ...]
 
 
-def panels(groups: Groups) -> list[tuple[str, list[Setting]]]:
-    """Titles and settings of the charts that a comparison needs, so that each holds methods at one lag and rate.
+def panels(groups: Groups) -> list[tuple[int, float, list[Setting]]]:
+    """Lag, rate and settings of the charts that a comparison needs, so that each holds methods at one lag and rate.
 
     A method that is run at one lag alone (a control, such as synchronous training) stands beside them with its own. A
     chart whose settings all stand in one before it is left out.
     """
-    found: list[tuple[str, list[Setting]]] = []
+    found: list[tuple[int, float, list[Setting]]] = []
     lags = {method: {of.lag for of in groups if of.method == method} for method in {of.method for of in groups}}
     for rate in dict.fromkeys(setting.rate for setting in groups):
         of_rate = [setting for setting in groups if setting.rate == rate]
         for lag in sorted({setting.lag for setting in of_rate}, reverse=True):
             chosen = [setting for setting in of_rate if setting.lag == lag or len(lags[setting.method]) == 1]
-            if not any(set(chosen) <= set(before) for _, before in found):
-                found.append((f"lag {lag}, rate {rate:g}", chosen))
+            if not any(set(chosen) <= set(before) for _, _, before in found):
+                found.append((lag, rate, chosen))
     return found
 
 
-def name_of(setting: Setting, *, lag: int | None = None) -> str:
+def name_of(setting: Setting, *, lag: int) -> str:
     """The method, with its lag where that is not ``lag``."""
     return setting.method if setting.lag == lag else f"{setting.method}, lag {setting.lag}"
 

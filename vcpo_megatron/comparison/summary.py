@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..observability.turning import first_to_turn, turning_point
 from .results import RunRecord
+from .turning import first_to_turn, turning_point
 
 #: The final accuracy is the mean of so many last evaluations.
 LAST = 3
@@ -20,8 +20,8 @@ class RunSummary:
     """Numbers of one run; None where it has none.
 
     final         mean accuracy of the ``LAST`` evaluations; best: the highest of one
-    turned        optimizer steps before the evaluation at which it turned (``observability.turning``); first: the
-                  number that did so first
+    turned        optimizer steps before the evaluation at which it turned (``turning``); first: the number that did so
+                  first
     steps_to, process_seconds_to   until the first evaluation that reached the target
     process_seconds_a_step, seconds_a_step   of all its steps: processor time with start and evaluations over steps, and
                   the median time from one step's end to the next
@@ -49,7 +49,6 @@ def summary_of(record: RunRecord, target: float) -> RunSummary:
     accuracy = record.accuracy
     reached = next((i for i, value in enumerate(accuracy) if value >= target), None)
     turned = turning_point(accuracy)
-    first = first_to_turn(record.evaluated, accuracy, record.step, record.series)
     steps_to = None if reached is None else record.evaluated[reached]
     spent = [seconds for seconds in record.process_seconds if seconds is not None]
     whole = spent and len(spent) == len(record.process_seconds)
@@ -58,7 +57,7 @@ def summary_of(record: RunRecord, target: float) -> RunSummary:
         final=_mean(accuracy[-LAST:]),
         best=max(accuracy, default=None),
         turned=None if turned is None else record.evaluated[turned],
-        first=next(iter(first), None),
+        first=first_to_turn(record),
         steps_to=steps_to,
         process_seconds_to=_spent_until(record, steps_to),
         process_seconds_a_step=spent[-1] / len(spent) if whole else None,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from ..observability.turning import FACTOR, FALL
 from ..run.text import printable
 from .results import RunRecord, newest
 from .summary import LAST, WINDOW, RunSummary, Setting, band, by_setting, summary_of
+from .turning import FALL
 
 #: Column -> (field of the summary, format).
 _ACCURACY = {
@@ -33,11 +33,11 @@ Summaries = Mapping[Setting, Sequence[RunSummary]]
 
 def report(records: Sequence[RunRecord], digests: Collection[str] | None = None, *, target: float) -> str:
     """Tables of the runs that are done, those of ``digests`` where they are given, and a line for each other run."""
-    chosen = [record for record in newest(records).values() if digests is None or record.digest in digests]
+    chosen = selected(records, digests)
     if not chosen:
         return "No results yet.\n"
+    kept = finished(records, digests)
     done = [record for record in chosen if record.status == "done"]
-    kept = by_setting(done)
     settings = {setting: [summary_of(record, target) for record in of] for setting, of in kept.items()}
     superseded = [record for record in done if not any(record in of for of in kept.values())]
     parts = []
@@ -51,6 +51,16 @@ def report(records: Sequence[RunRecord], digests: Collection[str] | None = None,
     if others:
         parts.append("\n".join(others))
     return "\n\n".join(parts) + "\n"
+
+
+def selected(records: Sequence[RunRecord], digests: Collection[str] | None = None) -> list[RunRecord]:
+    """The record that counts of each run, of those of ``digests`` where they are given."""
+    return [record for record in newest(records).values() if digests is None or record.digest in digests]
+
+
+def finished(records: Sequence[RunRecord], digests: Collection[str] | None = None) -> dict[Setting, list[RunRecord]]:
+    """Those of them that are done, by setting, one a seed."""
+    return by_setting([record for record in selected(records, digests) if record.status == "done"])
 
 
 def _table(
@@ -89,7 +99,7 @@ def _explained(target: float) -> str:
 
 _NUMBERS_SAID = (
     f"ESS: mean over all steps. Lowest and highest: of means over {WINDOW} steps. first to turn: of runs that turned, "
-    f"the number that first was {FACTOR:g} times, or one part in {FACTOR:g} of, what it was around the best evaluation."
+    "the number that first left the range it had had before, as vcpo report --html tells it."
 )
 
 
