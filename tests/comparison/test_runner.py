@@ -53,7 +53,7 @@ class Fake:
         self.started.append((list(command), env))
         directory = Path(command[list(command).index("--run-dir") + 1])
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "history.jsonl").touch()
+        (directory / "resolved.toml").touch()
         rows = [{"step": step, "ess/ratio": 0.5} for step in range(self.steps)]
         rows[-1] |= {"eval/accuracy": 0.75, "eval/version": self.steps}
         (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -155,7 +155,7 @@ def test_a_run_that_began_goes_on_and_its_costs_add_up(
         results.add(dataclasses.replace(stopped, digest=run.digest))
     directory = tmp_path / "runs" / run.name
     directory.mkdir(parents=True)
-    (directory / "history.jsonl").touch()
+    (directory / "resolved.toml").touch()
     monkeypatch.setattr(runner.RunDirectory, "complete_steps", lambda self: [20])
     monkeypatch.setattr(runner.ProcessSeconds, "look", lambda self: self._already + 100.0)
     outcome, said = compare(tmp_path, [run], fake := Fake())
@@ -171,7 +171,7 @@ def test_costs_that_nobody_recorded_are_not_known(
 ) -> None:
     directory = tmp_path / "runs" / runs[0].name
     directory.mkdir(parents=True)
-    (directory / "history.jsonl").touch()
+    (directory / "resolved.toml").touch()
     monkeypatch.setattr(runner.RunDirectory, "complete_steps", lambda self: [20])
     compare(tmp_path, runs[:1], Fake())
     assert set(read_records([tmp_path])[0].process_seconds) == {None}

@@ -144,7 +144,7 @@ class Comparison:
     def _start(self, run: PlannedRun, slot: int) -> _Running:
         directory, log = RunDirectory(self._folder / "runs" / run.name), self._folder / "logs" / f"{run.name}.log"
         command = [sys.executable, "-m", "vcpo_megatron", "train"]
-        begun = directory.history.is_file()
+        begun = directory.resolved.is_file()  # a start that died before its first rollout can be resumed, too
         if begun:
             command += ["--run-dir", str(directory.path), "--resume"]
         else:
