@@ -76,7 +76,7 @@ def _chart(
     name: str, title: str, curves: Sequence[Curve], x: Axis, y: Axis, guides: Sequence[Guide] = ()
 ) -> Iterator[tuple[str, str]]:
     series = [
-        Series(curve.label, curve.xs, curve.mean, color=color, band=(curve.low, curve.high), dots=len(curve.xs) <= 40)
+        Series(curve.label, curve.xs, curve.mean, color=color, band=(curve.low, curve.high), dots=len(curve.xs) <= 20)
         for color, curve in enumerate(curves)
     ]
     if any(curve.xs for curve in curves):
