@@ -37,6 +37,7 @@ setup(
         # Its torch part is built against the torch that is there: tools/make_gpu_env.sh installs them in order.
         "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
         "mpi": ["mpi4py>=4"],
+        "wandb": ["wandb>=0.19"],
         "mutation": ["cosmic-ray>=8.7"],
         "test": [
             "pytest>=8",

@@ -125,6 +125,18 @@ def test_every_run_is_made_once_and_recorded(tmp_path: Path, runs: list[PlannedR
     assert len(read_records([tmp_path])) == 4
 
 
+def test_the_time_left_is_of_all_steps_that_are_not_done(
+    tmp_path: Path, runs: list[PlannedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look takes ten seconds: a run ends at the second one, after 40 steps in 20 s."""
+    clock = [0.0]
+    monkeypatch.setattr(runner.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(runner.time, "sleep", lambda _: clock.__setitem__(0, clock[0] + 10.0))
+    _, said = compare(tmp_path, runs, Fake())
+    left = [line.rpartition("all runs: ")[2].removesuffix(" left") for line in said if "left" in line]
+    assert left == ["0:01:00", "0:01:00", "0:00:40", "0:00:40", "0:00:20", "0:00:20"]
+
+
 def test_runs_stand_side_by_side_each_with_its_own_devices(tmp_path: Path, runs: list[PlannedRun]) -> None:
     fake = Fake(looks=5)
     slots = [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "2"}]

@@ -42,6 +42,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    """Type of an argument: a finite number of seconds, 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds; give 0 or more")
+    return value
+
+
 def refuse(problems: Sequence[str], code: int = BAD_USAGE) -> int:
     """Say each problem in one line on standard error; returns ``code``."""
     from ..config.process import ERROR_PREFIX

@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     from .report import add_report
     from .serve import add_serve
     from .train import add_train
+    from .watch import add_watch
 
     parser = argparse.ArgumentParser(
         prog="vcpo",
@@ -76,4 +77,5 @@ def _parser() -> argparse.ArgumentParser:
     add_env(commands)
     add_report(commands)
     add_compare(commands)
+    add_watch(commands)
     return parser

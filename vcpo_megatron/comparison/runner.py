@@ -139,7 +139,8 @@ class Comparison:
         taken = {running.slot for running in self._running}
         for slot in range(len(self._slots)):
             if slot not in taken and self._waiting and not self._signals:
-                self._running.append(self._start(self._waiting.pop(0), slot))
+                self._running.append(self._start(self._waiting[0], slot))
+                self._waiting.pop(0)  # now, so that it counts in the time that is left
 
     def _start(self, run: PlannedRun, slot: int) -> _Running:
         directory, log = RunDirectory(self._folder / "runs" / run.name), self._folder / "logs" / f"{run.name}.log"

@@ -374,6 +374,15 @@ class ObservabilityConfig(Section):
     """What a run reports about itself."""
 
     tensorboard: bool = Field(True, description="write TensorBoard files beside metrics.jsonl")
+    wandb_project: str | None = Field(
+        None,
+        min_length=1,
+        description="send metrics to this project of Weights & Biases, with the configuration; the key is taken from "
+        "the environment (WANDB_API_KEY); default: none",
+    )
+    wandb_mode: Literal["online", "offline"] = Field(
+        "online", description="offline: into RUN_DIR/wandb, for `wandb sync` to send later"
+    )
     watchdog_s: Seconds = Field(120.0, description="say who waits for whom when nothing moved for this long")
     mismatch_warning: float = Field(
         0.02, gt=0, allow_inf_nan=True, description="mismatch/mean above which likely causes are named; inf: never"

@@ -10,6 +10,8 @@ _MICRO = "micro-batches are packs of up to train.max_pack_tokens tokens here"
 _DATA = "data parallel is what tensor x pipeline x context leave of launch.learner_ranks"
 _RATIO = "bounds are of the ratio itself here, 1 - epsilon and 1 + epsilon: algorithm.ratio_low and ratio_high"
 _DIRECTORY = "the run directory is vcpo train --run-dir DIR"
+_WANDB = "wandb takes it from the environment: WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL, WANDB_RUN_GROUP"
+_NAME = "a run's name is that of its directory: vcpo train --run-dir DIR"
 _EPOCHS = "a run is train.steps long, however often its prompts come round"
 
 #: A name, whatever its section -> our key, or (with a blank in it) what there is instead.
@@ -211,6 +213,24 @@ _KEYS: dict[str, str] = {
     "world_size": "launch.learner_ranks",
     "distributed_timeout_minutes": "launch.timeout_s",
     "use_tensorboard": "observability.tensorboard",
+    "use_wandb": "observability.wandb_project",
+    "wandb": "observability.wandb_project",
+    "report_to": "observability.wandb_project",
+    "logger": "observability.wandb_project",
+    "project_name": "observability.wandb_project",
+    "wandb_project": "observability.wandb_project",
+    "project": "observability.wandb_project",
+    "wandb_mode": "observability.wandb_mode",
+    "wandb_offline": "observability.wandb_mode",
+    "wandb_key": _WANDB,
+    "wandb_api_key": _WANDB,
+    "wandb_host": _WANDB,
+    "wandb_team": _WANDB,
+    "wandb_entity": _WANDB,
+    "wandb_group": _WANDB,
+    "experiment_name": _NAME,
+    "run_name": _NAME,
+    "wandb_run_name": _NAME,
 }
 #: "section.name" where the section tells that another key is meant.
 _IN_SECTION: dict[str, str] = {

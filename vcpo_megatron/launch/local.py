@@ -29,6 +29,7 @@ from ..observability.progress import Progress
 from ..observability.sinks import JsonlFollower, read_rows
 from ..run.directory import RunDirectory, write_atomically
 from ..run.errors import ConfigError
+from ..run.history import record_end
 from ..run.output import surviving
 from ..transport.child import start_child
 from . import workspace
@@ -140,6 +141,7 @@ def _run_locked(
         )
         ending = supervisor.run()
         watch()
+    record_end(directory, attempt=context.attempt, state=_state(ending))
     _report(ending, config, directory, terminal)
     return ending.exit_code
 
@@ -246,6 +248,11 @@ def _explained(error: OSError, directory: RunDirectory) -> str:
     return f"{where}: {error.strerror}; free space, or choose another with --run-dir"
 
 
+def _state(ending: Ending) -> str:
+    """How the run ended, in a word or two."""
+    return "failed" if ending.error else f"stopped by {ending.stopped_by}" if ending.stopped_by else "done"
+
+
 def _report(ending: Ending, config: RunConfig, directory: RunDirectory, terminal: Terminal) -> None:
     """The last lines of a run: what happened, what was reached, how to go on."""
     for warning in ending.warnings:
@@ -265,8 +272,7 @@ def _report(ending: Ending, config: RunConfig, directory: RunDirectory, terminal
         last = evaluated[-1]
         failed = f" ({last['eval/failed']} of {last['eval/samples']} samples failed)" if last.get("eval/failed") else ""
         parts.append(f"last eval accuracy {last['eval/accuracy']:.4f}{failed}")
-    state = "failed" if ending.error else f"stopped by {ending.stopped_by}" if ending.stopped_by else "done"
-    terminal.say(f"{state}: {', '.join(parts)}; run directory: {directory.path}")
+    terminal.say(f"{_state(ending)}: {', '.join(parts)}; run directory: {directory.path}")
     if ending.exit_code != 0:
         step = workspace.newest_checkpoint(directory)
         saved = "no complete checkpoint" if step is None else f"newest complete checkpoint: step_{step}"

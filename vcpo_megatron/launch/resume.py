@@ -37,7 +37,7 @@ _FREE = _keys(
         "checkpoint": "every export_hf_every keep_best keep_last keep_rollouts resume_partial",
         "parallel": "context expert expert_dispatcher expert_tensor pipeline sequence_parallel tensor virtual_pipeline",
         "launch": "address control_port grace_s learner_ranks master_port timeout_s",
-        "observability": "mismatch_warning tensorboard watchdog_s",
+        "observability": "mismatch_warning tensorboard wandb_mode wandb_project watchdog_s",
     }
 )
 #: Keys of how the policy is trained from here on, whose change is sound with the rollouts that there are.

@@ -67,7 +67,7 @@ def run_directory_problems(directory: RunDirectory, *, resume: bool) -> list[str
     ancestor = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     if not (ancestor.is_dir() and os.access(ancestor, os.W_OK | os.X_OK) and _takes_folders(ancestor)):
         found.append(f"--run-dir {path}: cannot write in {ancestor}; give another one")
-    files = (_attempts(directory), *((directory.history, directory.metrics, directory.store) if resume else ()))
+    files = (directory.attempts, *((directory.history, directory.metrics, directory.store) if resume else ()))
     found += [
         f"{file}: is no file; put the run's own one back" for file in files if file.exists() and not file.is_file()
     ]
@@ -158,22 +158,18 @@ def locked(directory: RunDirectory) -> Iterator[None]:
         yield
 
 
-def _attempts(directory: RunDirectory) -> Path:
-    return directory.path / "attempts"
-
-
 def next_attempt(directory: RunDirectory) -> int:
     """Count one more attempt, durably, and return its number, from 1. Call it with the lock held.
 
     Versions are named by it: where the count is lost, it goes on after that of the newest checkpoint.
     """
     attempt = _attempts_made(directory) + 1
-    write_atomically(_attempts(directory), f"{attempt}\n")
+    write_atomically(directory.attempts, f"{attempt}\n")
     return attempt
 
 
 def _attempts_made(directory: RunDirectory) -> int:
-    path = _attempts(directory)
+    path = directory.attempts
     try:
         known = max((directory.manifest(step).attempt for step in directory.complete_steps()), default=0)
         return max(int(path.read_text()) if path.exists() else 0, known)

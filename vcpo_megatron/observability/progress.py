@@ -67,12 +67,12 @@ class Progress:
         step it says who is waited for.
         """
         if self._starts:
-            return f"starting ({_clock(time.monotonic() - self._begun)})  {self._waits_for}".rstrip()
+            return f"starting ({clock(time.monotonic() - self._begun)})  {self._waits_for}".rstrip()
         parts = [f"step {int(self._values['step']) + 1}/{self._steps}"]
         total = sum(seconds for seconds, _ in self._recent)
         if total > 0:
             left = self._steps - 1 - int(self._values["step"])
-            parts.append(f"{_clock(left * total / len(self._recent))} left")
+            parts.append(f"{clock(left * total / len(self._recent))} left")
         for name, form in (
             ("eval/accuracy", "accuracy {:.4f}"),
             ("reward/mean", "reward {:.3f}"),
@@ -132,7 +132,7 @@ def _is_finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """ "1:05:09", or "5:09" below an hour."""
     minutes, second = divmod(round(seconds), 60)
     hour, minute = divmod(minutes, 60)

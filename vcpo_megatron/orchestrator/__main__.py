@@ -22,6 +22,7 @@ from ..environments.workers.setup import WorkerSetup
 from ..models.folder import read_model
 from ..models.shape import ModelShape
 from ..observability.sinks import JsonlSink, Sink, TensorBoardSink
+from ..observability.wandb_sink import WandbRun, WandbSink
 from ..rollout.client.http import ServerError, ServerUnavailable, allow_connections
 from ..rollout.client.protocol import ProtocolError
 from ..rollout.fleet.fleet import FleetError
@@ -76,10 +77,12 @@ def make_parts(context: ProcessContext, config: RunConfig, shape: ModelShape, en
     steps = recorded_steps(recorded, config, context.resume_step or 0) if recorded else config.train.steps
 
     def sinks(first_step: int) -> Sequence[Sink]:
-        jsonl = JsonlSink(context.directory.metrics)
-        if not config.observability.tensorboard:
-            return (jsonl,)
-        return (jsonl, TensorBoardSink(context.directory.tensorboard, first_step=first_step))
+        found: list[Sink] = [JsonlSink(context.directory.metrics)]
+        if config.observability.tensorboard:
+            found.append(TensorBoardSink(context.directory.tensorboard, first_step=first_step))
+        if config.observability.wandb_project is not None:
+            found.append(WandbSink(wandb_run(context, config), warn=_warn))
+        return found
 
     return Parts(
         environment=environment,
@@ -92,6 +95,23 @@ def make_parts(context: ProcessContext, config: RunConfig, shape: ModelShape, en
         vocab_size=shape.vocab_size,
         context_length=config.rollout.context_length or shape.max_position_embeddings,
     )
+
+
+def wandb_run(context: ProcessContext, config: RunConfig) -> WandbRun:
+    """What this run is at Weights & Biases: named like its directory, its id the run's identity in every attempt."""
+    assert config.observability.wandb_project is not None
+    return WandbRun(
+        project=config.observability.wandb_project,
+        mode=config.observability.wandb_mode,
+        run_id=context.run,
+        name=context.run_dir.name,
+        directory=context.run_dir,
+        config=config.model_dump(mode="json", exclude_none=True),
+    )
+
+
+def _warn(message: str) -> None:
+    print(f"{WARNING_PREFIX}{message}", flush=True)
 
 
 async def run(context: ProcessContext) -> str:

@@ -47,6 +47,7 @@ REQUIRED: dict[str, tuple[str, str]] = {
 #: Distribution -> (what it enables, how to get it).
 OPTIONAL: dict[str, tuple[str, str]] = {
     "pyarrow": ("data sets in parquet", "pip install pyarrow"),
+    "wandb": ("metrics in Weights & Biases", "pip install wandb"),
     "math-verify": ('the reward "math" of data sets', 'pip install "math-verify[antlr4_13_2]"'),
 }
 #: The versions that the tests run with; others within the range are expected to work.

@@ -132,8 +132,8 @@ def line_chart(
     columns: int = PLOT_WIDTH,
     legend: bool | None = None,
 ) -> str:
-    """Lines over one pair of axes, the first on top. ``columns``: a line has at most two points in each of so many. ``legend``: by
-    default where there are two lines or more."""
+    """Lines over one pair of axes, the first on top. ``columns``: a line has at most two points in each of so many.
+    ``legend``: by default where there are two lines or more; faint ones have no name in it."""
     xs = [value for one in series for value in one.xs] + [guide.x for guide in guides if guide.x is not None]
     ys = [value for one in series for values in (one.ys, *(one.band or ())) for value in values]
     ys += [guide.y for guide in guides if guide.y is not None]

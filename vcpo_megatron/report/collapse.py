@@ -1,9 +1,10 @@
 """Whether a run fell from what it had reached, and which of its numbers turned first.
 
-The outcome is ``eval/accuracy`` where there are enough evaluations, else ``reward/mean``; it is smoothed by a running
+The outcome is ``eval/accuracy`` where there are enough evaluations, else ``reward/mean``, smoothed by a running
 median. The fall is its largest drawdown, from a peak to the lowest value after it, if that is at least half of what it
-had risen to the peak, three times its noise and a fifth of its whole range. It stood last in its range where it was
-last within a tenth of the drop (or its noise) of the peak; it turned at the next value.
+had risen to the peak, a quarter of its whole range, and eight times its noise: that of so many held-out samples, or
+what differences of neighbours show. It stood last in its range where it was last within a tenth of the drop (or three
+times its noise) of the peak; it turned at the next value.
 
 A number that may tell why (ESS, KL, weights, norms) turned where it left its earlier range and stayed out for
 ``HOLD`` values: the range of its running median over the second and third quarter of the steps up to the outcome's last
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-OUTCOMES = {"eval/accuracy": 8, "reward/mean": 20}  # name -> values that it needs
+OUTCOMES = {"eval/accuracy": 8, "reward/mean": 40}  # name -> values that it needs
 #: Number -> the sides on which it is bad: -1 below, 1 above.
 SUSPECTS: Mapping[str, tuple[int, ...]] = {
     "ess/ratio": (-1,),
@@ -86,15 +87,16 @@ def find_fall(rows: Sequence[Mapping[str, Any]]) -> Fall | None:
     if outcome is None:
         return None
     steps, values = _column(rows, outcome, finite=True)
-    level = running_median(values, len(values) // 40)
+    window = max(len(values) // 40, 1 if outcome == "eval/accuracy" else 5)
+    level = running_median(values, window)
     drawdown = np.maximum.accumulate(level) - level
     low = int(drawdown.argmax())
     top = int(level[: low + 1].argmax())
-    drop, noise = float(drawdown[low]), _noise(values)
+    drop, noise = float(drawdown[low]), _noise(rows, outcome, values, window)
     rise = float(level[top] - level[: top + 1].min())
-    if drop <= 0 or drop < max(rise / 2, 3 * noise, 0.2 * float(values.max() - values.min())):
+    if drop <= 0 or drop < max(rise / 2, 8 * noise, 0.25 * float(values.max() - values.min())):
         return None
-    within = float(level[top]) - max(drop / 10, min(noise, drop / 3))
+    within = float(level[top]) - max(drop / 10, min(3 * noise, drop / 3))
     good = top + int(np.flatnonzero(level[top : low + 1] >= within)[-1])
     again = np.flatnonzero(level[low:] >= within)
     return Fall(
@@ -149,18 +151,27 @@ def _are(names: Sequence[str]) -> str:
 
 
 def running_median(values: np.ndarray, window: int) -> np.ndarray:
-    """The median of ``window`` values around each, an odd number of 51 at most; the ends go on as they are."""
+    """The median of ``window`` values around each, an odd number of 51 at most; at the ends of those that there are."""
     window = min(max(window, 1), 51) | 1
     if window == 1 or len(values) < window:
         return values
-    padded = np.pad(values, window // 2, mode="edge")
-    return np.median(np.lib.stride_tricks.sliding_window_view(padded, window), axis=1)
+    half = window // 2
+    middle = np.median(np.lib.stride_tricks.sliding_window_view(values, window), axis=1)
+    first = [float(np.median(values[: half + 1 + i])) for i in range(half)]
+    last = [float(np.median(values[-(window - 1 - i) :])) for i in range(half)]
+    return np.concatenate([first, middle, last])
 
 
-def _noise(values: np.ndarray) -> float:
-    """The standard deviation of a value about its trend, from differences of neighbours (their median: a jump does not
-    count)."""
-    return float(np.median(np.abs(np.diff(values)))) * 1.4826 / math.sqrt(2) if len(values) > 1 else 0.0
+def _noise(rows: Sequence[Mapping[str, Any]], outcome: str, values: np.ndarray, window: int) -> float:
+    """The standard deviation of a smoothed value about its trend: the largest that a mean of so many samples of 0 or 1
+    has, else from differences of neighbours (their median: a jump does not count)."""
+    samples = _column(rows, "eval/samples", finite=True)[1]
+    if outcome == "eval/accuracy" and len(samples) and samples.min() > 0:
+        return 0.5 / math.sqrt(samples.min())
+    if len(values) < 2:
+        return 0.0
+    single = float(np.median(np.abs(np.diff(values)))) * 1.4826 / math.sqrt(2)
+    return single * (1.25 / math.sqrt(window) if window > 1 else 1.0)  # 1.25: a median is that much wider than a mean
 
 
 def _departures(rows: Sequence[Mapping[str, Any]], outcome: str, good: int, trough: int) -> list[Departure]:

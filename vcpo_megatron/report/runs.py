@@ -81,7 +81,7 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> ReportedRun:
         numbers = store.trained_numbers()
     except StoreError as error:
         notes.append(str(error))
-    config, problem = _config(directory.resolved)
+    config, problem = config_of(directory.resolved)
     if problem:
         notes.append(problem)
     return ReportedRun(name, directory, rows, config, store, tuple(notes), numbers)
@@ -108,7 +108,7 @@ def _number(row: Mapping[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _config(path: Path) -> tuple[dict[str, str], str]:
+def config_of(path: Path) -> tuple[dict[str, str], str]:
     """("section.key" -> value as JSON, what is wrong with the file). Not validated: an older one is shown, too."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8", errors="replace"))

@@ -144,6 +144,11 @@ class RunDirectory:
         return self.path / "history.jsonl"
 
     @property
+    def attempts(self) -> Path:
+        """The number of times that the run was started."""
+        return self.path / "attempts"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

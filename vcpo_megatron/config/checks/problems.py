@@ -7,6 +7,7 @@ of an environment to the environment.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 from ...models import folder
@@ -48,6 +49,7 @@ def problems(config: RunConfig, *, begins: bool = True) -> list[str]:
         *replay_problems(config),
         *_files(config),
         *_ports(config),
+        *_reports(config),
     ]
     path = config.model.path
     try:
@@ -73,6 +75,18 @@ def _files(config: RunConfig) -> Iterator[str]:
         path = getattr(config.environment, name)
         if path is not None and not path.is_file():
             yield f"environment.{name} = {path}: {'not a file' if path.exists() else 'no such file'}"
+
+
+def _reports(config: RunConfig) -> Iterator[str]:
+    reports = config.observability
+    if reports.wandb_project is None:
+        if reports.wandb_mode != "online":
+            yield f'observability.wandb_mode = "{reports.wandb_mode}": has no effect without wandb_project; give both'
+    elif importlib.util.find_spec("wandb") is None:
+        yield (
+            f'observability.wandb_project = "{reports.wandb_project}": the package wandb is not installed; pip install '
+            "wandb, or leave the key out"
+        )
 
 
 def _ports(config: RunConfig) -> Iterator[str]:

@@ -43,7 +43,8 @@ from ...types import Batch, Group, StepResult, Trajectory
 from ..peers.servers import back_in_service
 from ..peers.weight_sync import WeightSync
 from ..store.ledger import GroupLedger
-from ..store.records import HeldOutSample
+from ..store.records import EpisodeTimes, HeldOutSample
+from .episode_times import Timed
 from .evaluation import EVALUATION_GROUP, EvaluationResults
 from .failures import failure_reason
 from .generation import SamplingRules
@@ -151,6 +152,12 @@ class ExactSampler:
         self._fleet = fleet
         self._rules = rules
         self._seed = seed
+        self._times: dict[tuple[int, int], EpisodeTimes] = {}
+
+    def take_times(self) -> dict[tuple[int, int], EpisodeTimes]:
+        """Of what was sampled since the last call, by (group id, sample index)."""
+        times, self._times = self._times, {}
+        return times
 
     async def sample(self, episodes: Sequence[ExactEpisode]) -> list[Trajectory]:
         """Trajectories in the order of ``episodes``; RunError when one fails."""
@@ -172,13 +179,16 @@ class ExactSampler:
                     seed_for_turn=lambda turn: sampling_seed(self._seed, prompt_id, sample_index, turn),
                 )
 
+            timed = Timed(rounds.generate(index))
             try:
-                found[index] = await led_through(rounds.generate(index), play)
+                found[index] = await led_through(timed.generate, play)
             except EpisodeError as error:
                 raise RunError(
                     f'lag = "exact" ends with the first trajectory that fails: {failure_reason(error)}'
                 ) from error
             rounds.ended()
+            if episode.group_id != EVALUATION_GROUP:
+                self._times[episode.group_id, sample_index] = timed.times()
 
         await run_beside(run_all(*(one(i, episode) for i, episode in enumerate(episodes))), rounds.run())
         return [trajectory for trajectory in found if trajectory is not None]
@@ -341,7 +351,7 @@ class ExactRun:
             numbered = [(self._ledger.cursor.new_id(), position) for position in missing]
             groups = await self._sampler.groups(numbered, self._group_size)
             sampled = dict(zip(missing, groups, strict=True))
-            await self._ledger.admit_whole(sampled)
+            await self._ledger.admit_whole(sampled, self._sampler.take_times())
             known |= sampled
         return Batch(index, tuple(known[position] for position in positions))
 

@@ -29,10 +29,11 @@ from ...run.text import one_line
 from ...types import Trajectory, has_variance
 from ..store.ledger import GroupLedger, LiveGroup
 from ..store.recorder import Recorder
-from ..store.records import Answer
+from ..store.records import Answer, EpisodeTimes
 from ..store.resume import PartialGroup, ResumePlan
 from ..store.schema import ZERO_VARIANCE, StoreFullError
 from .batcher import Batcher
+from .episode_times import Timed
 from .failures import FailureWindow, PromptFailures, failure_reason
 from .partial_rollouts import PartialRollout
 from .prompts import AHEAD, PromptSource
@@ -195,7 +196,7 @@ class Generation:
         try:
             while wanted is not None:
                 try:
-                    trajectory = await self._episode(work, wanted)
+                    trajectory, times = await self._episode(work, wanted)
                 except Exception as error:  # fault boundary: a trajectory fails, it is counted, the run goes on
                     wanted = await self._failed(work, wanted, error)
                 else:
@@ -204,16 +205,17 @@ class Generation:
                 return
         finally:
             work.lease.release()
-        group = await self._ledger.finish(trajectory)
+        group = await self._ledger.finish(trajectory, times)
         if group is not None and group.complete:
             await self._completed(group)
 
-    async def _episode(self, work: _Work, sample_index: int) -> Trajectory:
+    async def _episode(self, work: _Work, sample_index: int) -> tuple[Trajectory, EpisodeTimes]:
         key = work.group.group_id, sample_index
         rollout = self._episodes[key] = PartialRollout(work.lease.generate, work.answers.get(sample_index, ()))
+        timed = Timed(rollout.generate)
         try:
-            return await run_episode(
-                rollout.generate,
+            trajectory = await run_episode(
+                timed.generate,
                 self._environment,
                 work.prompt,
                 group_id=work.group.group_id,
@@ -224,6 +226,7 @@ class Generation:
             )
         finally:
             del self._episodes[key]
+        return trajectory, timed.times()
 
     async def _completed(self, group: LiveGroup) -> None:
         """Its last trajectory is in: the group is a success; one without variance is dropped by choice."""

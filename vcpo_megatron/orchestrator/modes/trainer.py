@@ -87,7 +87,7 @@ class Trainer:
     async def take(self, batch: Batch, *, may_go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
         """One optimizer step on ``batch``; None when it was aborted because of a stop. ControlError when the learner
         fails. ``may_go_on()``, asked at a stop: whether the step is worth to be waited for."""
-        started = time.monotonic()
+        began, started = time.time(), time.monotonic()
         aborting = asyncio.create_task(self._abort_in_time(batch.step, started, may_go_on))
         try:
             result = await self._link.train(batch)
@@ -101,7 +101,7 @@ class Trainer:
             )
             return None
         self._last_step_s = time.monotonic() - started
-        await self._ledger.train(batch, result)
+        await self._ledger.train(batch, result, (began, began + self._last_step_s))
         if self.pacer is not None:
             on_policy = all(group.oldest_version == batch.step for group in batch.groups)
             self.pacer.observe(result.metrics.get("ess/ratio", math.nan), on_policy=on_policy)

@@ -21,10 +21,11 @@ import bisect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from ...types import Batch, Group, PolicyVersion, StepResult, Trajectory
-from .records import Answer
+from .records import Answer, EpisodeTimes
 from .resume import ResumePlan
 from .store import RolloutStore
 
@@ -161,8 +162,11 @@ class GroupLedger:
         self._failures.admitted(group_id)
         return group, self._writer.submit(lambda store: store.admit(group_id, prompt_id, position, size, version))
 
-    async def admit_whole(self, groups: Mapping[int, Group]) -> None:
-        """Add complete groups, each at its data position, with all their trajectories, in one transaction."""
+    async def admit_whole(
+        self, groups: Mapping[int, Group], times: Mapping[tuple[int, int], EpisodeTimes] = MappingProxyType({})
+    ) -> None:
+        """Add complete groups, each at its data position, with all their trajectories, in one transaction. ``times``:
+        of trajectories by (group id, sample index), as far as they are known."""
 
         def record(store: RolloutStore) -> None:
             for position, group in groups.items():
@@ -170,6 +174,7 @@ class GroupLedger:
                 store.admit(group.group_id, group.prompt_id, position, len(group.trajectories), version)
                 for trajectory in group.trajectories:
                     store.add_trajectory(trajectory)
+            store.keep_times(times)
 
         await self._writer.submit(record)
         for position, group in groups.items():
@@ -185,12 +190,20 @@ class GroupLedger:
 
     # --- trajectories end ---------------------------------------------------------------------
 
-    async def finish(self, trajectory: Trajectory) -> LiveGroup | None:
-        """Make a trajectory durable, then count it; its group, or None: that has ended before.
+    async def finish(self, trajectory: Trajectory, times: EpisodeTimes | None = None) -> LiveGroup | None:
+        """Make a trajectory durable, with its ``times`` if they are known, then count it; its group, or None: that has
+        ended before.
 
         StoreError when it came twice or is not expected.
         """
-        stored = await self._writer.submit(lambda store: store.add_trajectory(trajectory))
+
+        def record(store: RolloutStore) -> bool:
+            added = store.add_trajectory(trajectory)
+            if added and times is not None:
+                store.keep_times({(trajectory.group_id, trajectory.sample_index): times})
+            return added
+
+        stored = await self._writer.submit(record)
         group = self.live.get(trajectory.group_id) if stored else None
         if group is not None:
             group.members[trajectory.sample_index] = trajectory
@@ -255,13 +268,16 @@ class GroupLedger:
         self.in_training = Batch(self.version, groups)
         return self.in_training
 
-    async def train(self, batch: Batch, result: StepResult) -> None:
-        """The step on ``batch`` was taken, or skipped; the learner is one version further once that is durable."""
+    async def train(self, batch: Batch, result: StepResult, times: tuple[float, float] | None = None) -> None:
+        """The step on ``batch`` was taken, or skipped; the learner is one version further once that is durable.
+        ``times``: when it had the batch, start and end, in seconds since 1970, if that is known."""
         groups = [group.group_id for group in batch.groups]
         staleness = [batch.step - group.oldest_version for group in batch.groups]
 
         def mark(store: RolloutStore) -> None:
             store.mark_trained(batch.step, result.trajectories, groups, staleness, skipped=result.skipped)
+            if times is not None:
+                store.keep_step_times(batch.step, *times)
 
         await self._writer.submit(mark)
         for group_id in groups:
