@@ -52,6 +52,8 @@ def said(file: Path, *overrides: str) -> str:
         ("staleness.max_async_level", "staleness.max_staleness"),
         ("train.n_samples_per_prompt", "train.group_size"),
         ("environment.prompt_data", "environment.data"),
+        ("train.use_wandb", "observability.wandb_project"),
+        ("train.project_name", "observability.wandb_project"),
     ],
 )
 def test_a_key_of_another_trainer(file: Path, given: str, ours: str) -> None:

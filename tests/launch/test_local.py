@@ -239,6 +239,7 @@ def test_normal_end(tmp_path: Path) -> None:
         assert any(line.startswith("step 3/3  0:00 left  accuracy 0.5000") for line in out.splitlines())
         run.nothing_left()
         assert len(run.pids()) == 9
+    assert RunDirectory(tmp_path / "run").how_it_ended() == "done"
 
 
 def test_every_process_gets_its_context_and_the_torch_variables(tmp_path: Path) -> None:
@@ -383,6 +384,7 @@ def test_a_death_ends_the_run_with_one_line(tmp_path: Path, name: str, says: str
         else:
             assert line == f"{says} ended with signal SIGKILL; log: {log}"
         assert "failed: 0 of 3 steps" in out and "--resume" in out.splitlines()[-1]
+        assert RunDirectory(tmp_path).how_it_ended() == "failed"
         run.nothing_left()
 
 
@@ -484,6 +486,7 @@ def test_first_signal_stops_after_a_checkpoint(tmp_path: Path, signum: int, expe
         assert lines[1].startswith(f"{name}: stopping after the current step")
         assert_said("lines of a run", "stopped by a signal", lines[-2], run=tmp_path, signal=name)
         assert lines[-1] == "newest complete checkpoint: step_2; continue with: " + continued(directory=str(tmp_path))
+        assert RunDirectory(tmp_path).how_it_ended() == f"stopped by {name}"
         run.nothing_left()
 
 

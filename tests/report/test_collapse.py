@@ -81,6 +81,14 @@ def test_which_number_turned_first() -> None:
     assert_names(told[2], "ess/ratio", "step 170")
 
 
+def test_what_was_bad_long_before_is_told() -> None:
+    ess = [0.2 + 0.01 * (step % 5) for step in range(301)]
+    weights = [1.0] * 301
+    fall = find_fall(rows_of(FELL["tis"], ess_ratio=ess, weight_mean=weights))
+    assert fall is not None and fall.departures == () and fall.bad == {"ess/ratio": pytest.approx(0.22)}
+    assert_names(in_words(fall, fall.outcome)[-1], "steps 37 to 150", "ess/ratio 0.22", "healthy from 0.6")
+
+
 @pytest.mark.parametrize(
     ("value", "length", "found"), [(9.0, 2, False), (9.0, 12, True), (-9.0, 12, False), (math.nan, 12, True)]
 )

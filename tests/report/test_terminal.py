@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.messages import assert_names
 from tests.orchestrator.store.test_store import V0, sample_group, trajectory
 from tests.orchestrator.store.test_store_policies import report, train
 from vcpo_megatron.cli import main as cli
@@ -222,6 +223,20 @@ def test_a_step_that_no_run_reaches_is_not_there(
     assert cli.main(["report", str(path.parent), f"--step={step}", *more]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert (f"no step {step} (0 ... 0)" in line) or more == ["--eval"]
+
+
+def test_several_runs_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        with RolloutStore(tmp_path / name / "rollouts.sqlite") as store:
+            sample_group(store, 0)
+            train(store, 0, 0)
+    runs = [str(tmp_path / name) for name in ("a", "b", "none")]
+    assert cli.main(["report", *runs]) == 1  # of the last, which is none
+    said = capsys.readouterr()
+    lines = words(said.out.splitlines())
+    assert [line for line in lines if line.startswith("/")] == [f"{run}:" for run in runs] and lines.count(HEAD) == 2
+    assert_names(said.err, runs[-1])
 
 
 @pytest.mark.parametrize(("width", "columns"), [(None, 11), (100, 11), (80, 9), (40, 4), (1, 1)])

@@ -33,12 +33,12 @@ def add_watch(commands: Any) -> None:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    from ..report.watch import Waiting, watch
+    from ..report.watch import Pace, watch
     from ..run.directory import RunDirectory
     from ..run.errors import ConfigError
 
     try:
-        ended = watch(RunDirectory(args.run_dir), sys.stdout, Waiting(directory_s=args.wait))
+        ended = watch(RunDirectory(args.run_dir), sys.stdout, Pace(directory_s=args.wait))
     except ConfigError as error:
         return refuse(error.problems, FAILED)
     return DONE if ended == "done" else FAILED

@@ -29,7 +29,6 @@ from ..observability.progress import Progress
 from ..observability.sinks import JsonlFollower, read_rows
 from ..run.directory import RunDirectory, write_atomically
 from ..run.errors import ConfigError
-from ..run.history import record_end
 from ..run.output import surviving
 from ..transport.child import start_child
 from . import workspace
@@ -141,7 +140,7 @@ def _run_locked(
         )
         ending = supervisor.run()
         watch()
-    record_end(directory, attempt=context.attempt, state=_state(ending))
+    directory.mark_ended(context.attempt, _state(ending))
     _report(ending, config, directory, terminal)
     return ending.exit_code
 

@@ -98,7 +98,7 @@ def _takes_folders(folder: Path) -> bool:
 def _is_left_over(name: str) -> bool:
     """Whether a start that failed before its first rollout leaves a file of this name."""
     return (
-        name in {".lock", "attempts", "identity", "logs", "resolved.toml"}
+        name in {".lock", "attempts", "ended", "identity", "logs", "resolved.toml"}
         or name.startswith(".writable.")
         or (name.startswith(".") and name.endswith(".tmp"))
     )

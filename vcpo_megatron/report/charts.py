@@ -75,11 +75,13 @@ class Guide:
 
 @dataclass(frozen=True)
 class Interval:
-    """From ``start`` to ``end``, on the axis of a timeline, something of ``kind`` went on."""
+    """From ``start`` to ``end``, on the axis of a timeline, something of ``kind`` went on. ``length``: how long, where
+    it is drawn shorter."""
 
     start: float
     end: float
     kind: str
+    length: float | None = None
 
 
 def _style() -> str:
@@ -233,7 +235,8 @@ def timeline_chart(
         body.append(f'<text class="dim" x="{_LEFT - 4}" y="{top + 9}" text-anchor="end">{label}</text>')
         for one in intervals:
             left, right = across(one.start), across(one.end)
-            hover = escaped(f"{name}: {one.kind}, {number_text(one.end - one.start)} {x.label}")
+            length = one.end - one.start if one.length is None else one.length
+            hover = escaped(f"{name}: {one.kind}, {number_text(length)} {x.label}")
             body.append(
                 f'<rect class="area f{color[one.kind]}" x="{_unit(left)}" y="{top + 1}" '
                 f'width="{_unit(max(right - left, 0.5))}" height="{height - 2}"><title>{hover}</title></rect>'
@@ -482,7 +485,7 @@ def _guide(guide: Guide, across: _Scale, up: _Scale, frame: _Frame) -> str:
     if guide.x is not None:
         at = across(guide.x)
         path, anchor = f"M{_unit(at)} {frame.top}V{frame.bottom}", "end" if at > WIDTH * 0.7 else "start"
-        place = f'x="{_unit(at + (-3 if anchor == "end" else 3))}" y="{frame.top + 9}" text-anchor="{anchor}"'
+        place = f'x="{_unit(at + (-3 if anchor == "end" else 3))}" y="{frame.bottom - 4}" text-anchor="{anchor}"'
     else:
         assert guide.y is not None, "a guide has a place"
         at = up(guide.y)

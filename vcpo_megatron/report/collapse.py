@@ -9,7 +9,8 @@ times its noise) of the peak; it turned at the next value.
 A number that may tell why (ESS, KL, weights, norms) turned where it left its earlier range and stayed out for
 ``HOLD`` values: the range of its running median over the second and third quarter of the steps up to the outcome's last
 good one, a fifth wider on the side that is bad for it. The first quarter is left out, where everything moves; what
-happens from the fourth on, to the lowest point, is what is looked at. A value that is not finite is out of any range.
+happens from the fourth on, to the lowest point, is what is looked at. A value that is not finite is out of any range. A
+number may be bad long before, and so never leave a range: what ``HEALTHY`` says of its median until then is told, too.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ SUSPECTS: Mapping[str, tuple[int, ...]] = {
     "staleness/mean": (1,),
     "reward/mean": (-1,),
 }
+#: Number -> its healthy values, as docs/metrics.md has them; a mean weight has no bound there but near 1.
+HEALTHY: Mapping[str, tuple[float, float]] = {
+    "ess/ratio": (0.6, 1.0),
+    "kl/behavior": (-math.inf, 0.1),
+    "weight/mean": (0.5, 2.0),
+}
 #: Values in a row outside of a range that count as having left it.
 HOLD = 5
 _WINDOW = 5
@@ -59,7 +66,8 @@ class Departure:
 class Fall:
     """``outcome`` was at ``peak`` at ``peak_step``, last in its range at ``good_step`` (``good``), below it from
     ``step`` on, and lowest, ``trough``, at ``trough_step``. ``back``: the step at which it was in its range again, if
-    it was. ``departures``: the numbers that left their range until then, the first one first."""
+    it was. ``departures``: the numbers that left their range until then, the first one first. ``bad``: those whose
+    median from the second quarter of the steps up to ``good_step`` was not healthy, with it."""
 
     outcome: str
     peak: float
@@ -71,6 +79,7 @@ class Fall:
     trough_step: int
     back: int | None
     departures: tuple[Departure, ...]
+    bad: Mapping[str, float]
 
 
 def outcome_of(rows: Sequence[Mapping[str, Any]]) -> str | None:
@@ -110,6 +119,7 @@ def find_fall(rows: Sequence[Mapping[str, Any]]) -> Fall | None:
         trough_step=int(steps[low]),
         back=int(steps[low + again[0]]) if len(again) else None,
         departures=tuple(_departures(rows, outcome, int(steps[good]), int(steps[low]))),
+        bad=_bad(rows, int(steps[good])),
     )
 
 
@@ -127,12 +137,28 @@ def in_words(fall: Fall | None, outcome: str | None) -> list[str]:
         f"{fall.peak_step}), was last near that at step {fall.good_step} ({fall.good:.4g}), below it from step "
         f"{fall.step} on, lowest at step {fall.trough_step} ({fall.trough:.4g}), {end}."
     ]
+    told += _first_to_turn(fall)
+    if fall.bad:
+        values = ", ".join(f"{name} {value:.4g} ({_healthy(name)})" for name, value in fall.bad.items())
+        told.append(
+            f"Not healthy long before, by medians of steps {fall.good_step // 4} to {fall.good_step}: {values}."
+        )
+    return told
+
+
+def _healthy(name: str) -> str:
+    low, high = HEALTHY[name]
+    return f"healthy up to {high:g}" if low == -math.inf else f"healthy from {low:g} to {high:g}"
+
+
+def _first_to_turn(fall: Fall) -> list[str]:
+    told = []
     if not fall.departures:
-        told.append("None of the numbers that usually tell left its earlier range before the lowest point.")
-        return told
+        return ["None of the numbers that usually tell left its earlier range before the lowest point."]
     first, *others = fall.departures
     lead = fall.step - first.step
-    when = f"{lead} steps before" if lead > 0 else f"{-lead} steps after" if lead < 0 else "at the step at which"
+    away = f"{abs(lead)} step{'s' * (abs(lead) != 1)}"
+    when = f"{away} before" if lead > 0 else f"{away} after" if lead < 0 else "the very one at which"
     told.append(
         f"First to turn: {first.name}, which left its earlier range at step {first.step}, {when} {fall.outcome} was "
         f"seen to fall: {first.value:.4g}, where it had been {first.low:.4g} to {first.high:.4g} in steps "
@@ -140,14 +166,7 @@ def in_words(fall: Fall | None, outcome: str | None) -> list[str]:
     )
     if others:
         told.append("Then " + ", ".join(f"{one.name} (step {one.step})" for one in others) + ".")
-    silent = [name for name in ("ess/ratio", "kl/behavior") if name not in {one.name for one in fall.departures}]
-    if silent:
-        told.append(f"{' and '.join(silent)} never left the earlier range, or {_are(silent)} not recorded.")
     return told
-
-
-def _are(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
 
 
 def running_median(values: np.ndarray, window: int) -> np.ndarray:
@@ -172,6 +191,17 @@ def _noise(rows: Sequence[Mapping[str, Any]], outcome: str, values: np.ndarray, 
         return 0.0
     single = float(np.median(np.abs(np.diff(values)))) * 1.4826 / math.sqrt(2)
     return single * (1.25 / math.sqrt(window) if window > 1 else 1.0)  # 1.25: a median is that much wider than a mean
+
+
+def _bad(rows: Sequence[Mapping[str, Any]], good: int) -> dict[str, float]:
+    """Numbers of ``HEALTHY`` whose median before the fall is outside of it."""
+    found = {}
+    for name, (low, high) in HEALTHY.items():
+        steps, values = _column(rows, name, finite=True)
+        before = values[(steps >= good // 4) & (steps <= good)]
+        if len(before) >= HOLD and not low <= (median := float(np.median(before))) <= high:
+            found[name] = median
+    return found
 
 
 def _departures(rows: Sequence[Mapping[str, Any]], outcome: str, good: int, trough: int) -> list[Departure]:

@@ -9,7 +9,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..observability.metrics import METRICS
-from .charts import PLOT_WIDTH, Axis, Guide, Interval, Series, line_chart, shares_chart, stacked_chart, timeline_chart
+from .charts import (
+    PLOT_WIDTH,
+    Axis,
+    Guide,
+    Interval,
+    Series,
+    line_chart,
+    shares_chart,
+    stacked_chart,
+    timeline_chart,
+)
 from .collapse import Fall, running_median
 from .runs import ReportedRun
 
@@ -71,12 +81,13 @@ TIME_PARTS: Mapping[str, str] = {
     "forward and backward": "time/forward_backward",
     "copy of weights": "time/sync_stall",
 }
-REST = "rest (optimizer, checkpoints)"
+REST = "rest"
 
 
 def figures_of(runs: Sequence[ReportedRun]) -> list[Figure]:
     """Those of which a run has a number, and one a family for what ``metrics.jsonl`` holds beside them."""
-    there = {name for run in runs for row in run.rows for name, value in row.items() if isinstance(value, int | float)}
+    names = {name for run in runs for row in run.rows for name in row}
+    there = {name for name in names if any(run.finite(name) for run in runs)}
     known = _ELSEWHERE | {name for figure in FIGURES for name in figure.names}
     others: dict[str, list[str]] = {}
     for name in sorted(there - known, key=lambda name: (list(METRICS).index(name) if name in METRICS else 999, name)):
@@ -93,7 +104,8 @@ def constants(runs: Sequence[ReportedRun]) -> dict[str, float]:
     for run in runs:
         for name in {name for row in run.rows for name in row} - _ELSEWHERE:
             values.setdefault(name, set()).update(run.column(name)[1])
-    return {name: found.pop() for name, found in sorted(values.items()) if len(found) == 1 and not found & {math.nan}}
+    known = {name: found for name, found in sorted(values.items()) if all(map(math.isfinite, found))}
+    return {name: found.pop() for name, found in known.items() if len(found) == 1}
 
 
 def chart_of(run: ReportedRun, figure: Figure, fall: Fall | None) -> str:
@@ -230,6 +242,9 @@ def timeline(run: ReportedRun, step: int) -> str:
         return ""
     stride = max(1, math.ceil(len(episodes) / _MOST_BARS))
     begun = min(times.began for _, times in episodes)
+    sampled = max(times.ended for _, times in episodes)
+    # at a large lag a batch waits for much longer than it took to sample it
+    cut = 0.0 if trained is None else max(0.0, trained[0] - sampled - 0.3 * (sampled - begun))
     rows = []
     for uid, times in episodes[::stride]:
         marks = [Interval(start - begun, end - begun, "generate") for start, end in times.answers]
@@ -237,8 +252,10 @@ def timeline(run: ReportedRun, step: int) -> str:
         gaps = zip(edges[0::2], edges[1::2], strict=True)
         marks += [Interval(start - begun, end - begun, "tool") for start, end in gaps if end > start]
         if trained is not None:
-            marks.append(Interval(times.ended - begun, max(trained[0], times.ended) - begun, "wait"))
-            marks.append(Interval(trained[0] - begun, trained[1] - begun, "train"))
+            start, end = (max(edge, times.ended) - begun for edge in trained)
+            marks.append(Interval(times.ended - begun, start - cut, "wait", start - (times.ended - begun)))
+            marks.append(Interval(start - cut, end - cut, "train"))
         rows.append((uid, marks))
     left = f" ({len(rows)} of {len(episodes)})" if stride > 1 else ""
-    return timeline_chart(f"Trajectories of step {step}{left}", rows, PHASES, x=Axis("s", low=0.0))
+    shorter = f", {cut:.3g} s of wait left out" if cut else ""
+    return timeline_chart(f"Step {step}{left}{shorter}", rows, PHASES, x=Axis("s", low=0.0))

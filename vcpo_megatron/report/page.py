@@ -219,7 +219,7 @@ def _steps(run: ReportedRun, named: bool) -> str:
 
 def _charts(runs: Sequence[ReportedRun], falls: Sequence[Fall | None]) -> str:
     still = [f"{name} = {number_text(value)}" for name, value in figures.constants(runs).items()]
-    note = _note(f"The same in every step: {', '.join(still)}.") if still else ""
+    note = _note(f"One value throughout: {', '.join(still)}.") if still else ""
     return (_grid(_cards(runs, falls)) or _note("There are no numbers yet.")) + note
 
 

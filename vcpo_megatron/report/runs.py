@@ -60,11 +60,15 @@ def opened(paths: Sequence[Path]) -> Iterator[list[ReportedRun]]:
 
 def run_names(paths: Sequence[Path]) -> list[str]:
     """The last parts of the paths, as many as tell them apart; a path that is given twice gets a number."""
-    parts = [path.resolve().parts for path in paths]
-    names = ["/".join(part[-1:]) or "/" for part in parts]
-    for size in range(2, max(map(len, parts), default=1) + 1):
-        pairs = zip(parts, names, strict=True)
-        names = ["/".join(part[-size:]) if names.count(name) > 1 else name for part, name in pairs]
+    full = [path.resolve().parts for path in paths]
+    different = set(full)
+
+    def name(parts: tuple[str, ...]) -> str:
+        sizes = range(1, len(parts) + 1)
+        alone = (size for size in sizes if sum(other[-size:] == parts[-size:] for other in different) == 1)
+        return "/".join(parts[-next(alone, len(parts)) :])
+
+    names = [name(parts) for parts in full]
     return [f"{name} ({names[: i + 1].count(name)})" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 

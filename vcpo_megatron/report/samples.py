@@ -31,7 +31,7 @@ _LONGEST_CHARACTER = 4
 
 
 @dataclass(frozen=True)
-class Sample:
+class ChosenSample:
     """One chosen trajectory: ``why`` it is shown, and its row of ``StoreReader.history``."""
 
     why: str
@@ -39,14 +39,14 @@ class Sample:
     trajectory: Trajectory
 
 
-def chosen_samples(run: ReportedRun, steps: Sequence[int] = ()) -> list[Sample]:
+def chosen_samples(run: ReportedRun, steps: Sequence[int] = ()) -> list[ChosenSample]:
     """Trajectories of which tokens are stored; of ``steps`` the worst one each. [] without a store."""
     if run.store is None or not len(run.numbers):
         return []
     known = run.numbers[np.isfinite(run.numbers[:, 4])]
     if not len(known):
         return []
-    found: dict[tuple[int, int], Sample] = {}
+    found: dict[tuple[int, int], ChosenSample] = {}
     for why, step, key, sign in _wishes(known, steps):
         rows = [row for row in run.store.history(step=step) if row[key] is not None and math.isfinite(row[key])]
         for row in sorted(rows, key=lambda row: sign * row[key]):
@@ -58,7 +58,7 @@ def chosen_samples(run: ReportedRun, steps: Sequence[int] = ()) -> list[Sample]:
             except StoreError:  # damaged: the text report names it
                 continue
             if trajectory is not None:
-                found[uid] = Sample(f"{why} (step {step})", row, trajectory)
+                found[uid] = ChosenSample(f"{why} (step {step})", row, trajectory)
                 break
     return list(found.values())
 
@@ -116,7 +116,7 @@ class Decoder:
         return whole[len(known) :] if whole.startswith(known) else self.text(ids)
 
 
-def sample_html(sample: Sample, decoder: Decoder, most_tokens: int) -> str:
+def sample_html(sample: ChosenSample, decoder: Decoder, most_tokens: int) -> str:
     """One trajectory; of each piece of it ``most_tokens`` tokens at most are shown, and it says how many are not."""
     row, trajectory = sample.row, sample.trajectory
     facts = [

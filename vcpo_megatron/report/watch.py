@@ -1,7 +1,7 @@
 """A run live in the terminal, from the files of its directory alone: the run may be on another host.
 
-It follows ``metrics.jsonl``. The end of the run is the line that its supervisor adds to ``history.jsonl``; a supervisor
-that was killed adds none, so it is said for how long there has been no news.
+It follows ``metrics.jsonl``. The end of the run is what its supervisor writes into ``ended``; one that was killed has
+written nothing, so it is said for how long there has been no news.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -21,7 +21,6 @@ from ..observability.progress import PLAIN_EVERY_S, clock
 from ..observability.sinks import JsonlFollower
 from ..run.directory import RunDirectory
 from ..run.errors import ConfigError
-from ..run.history import how_it_ended
 from .charts import number_text
 from .collapse import find_fall, in_words, outcome_of
 from .runs import by_step, config_of
@@ -50,7 +49,7 @@ _FIXED = 28
 
 
 @dataclass(frozen=True)
-class Waiting:
+class Pace:
     """``directory_s``: how long a run directory that is not there is waited for. ``poll_s``: from one look to the next.
     ``sleep`` and ``now`` are the clock's."""
 
@@ -60,8 +59,8 @@ class Waiting:
     now: Callable[[], float] = time.monotonic
 
 
-def watch(directory: RunDirectory, stream: TextIO, waiting: Waiting = Waiting()) -> str:
-    """Show the run until it ends; how it ended, as ``run.history`` has it. ConfigError: there is no run.
+def watch(directory: RunDirectory, stream: TextIO, waiting: Pace = Pace()) -> str:
+    """Show the run until it ends; how it ended, as ``RunDirectory`` has it. ConfigError: there is no run.
 
     On a terminal a table stays in place, elsewhere a line is printed now and then, and one at the end.
     """
@@ -83,7 +82,7 @@ def watch(directory: RunDirectory, stream: TextIO, waiting: Waiting = Waiting())
         waiting.sleep(waiting.poll_s)
 
 
-def _watch_live(view: RunView, console: Console, waiting: Waiting) -> str:
+def _watch_live(view: RunView, console: Console, waiting: Pace) -> str:
     with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         while True:
             ended = view.ended()
@@ -94,7 +93,7 @@ def _watch_live(view: RunView, console: Console, waiting: Waiting) -> str:
             waiting.sleep(waiting.poll_s)
 
 
-def _await_directory(directory: RunDirectory, console: Console, waiting: Waiting) -> None:
+def _await_directory(directory: RunDirectory, console: Console, waiting: Pace) -> None:
     deadline, told = waiting.now() + waiting.directory_s, False
     while not directory.attempts.exists() and not directory.metrics.exists():
         if waiting.now() >= deadline:
@@ -142,7 +141,7 @@ class RunView:
     def ended(self) -> str | None:
         """How the run ended. One that has all its rows, and no new one for a while, is done, whatever became of its
         supervisor."""
-        if (state := how_it_ended(self.directory)) is not None or not self._is_complete():
+        if (state := self.directory.how_it_ended()) is not None or not self._is_complete():
             return state
         try:
             age = time.time() - self.directory.metrics.stat().st_mtime
@@ -162,7 +161,7 @@ class RunView:
             parts.append(self._verdict.partition(":")[0].lower())
         return "  ".join(parts)
 
-    def table(self, console: Console, ended: str | None, now: float) -> Table:
+    def table(self, console: Console, ended: str | None, now: float) -> Group:
         """Everything in place, no wider than the console: label, newest value, and the course of the run."""
         plain = not (console.encoding or "").lower().startswith("utf")
         width = max(8, console.width - _FIXED)
@@ -175,16 +174,10 @@ class RunView:
                 ends = f"{number_text(min(found))} to {number_text(max(found))}"
                 room = max(4, width - len(ends) - 1)
                 table.add_row(label, number_text(found[-1]), f"{sparkline(found, room, plain=plain)} {ends}")
-        outer = Table.grid()
-        outer.add_column(width=min(console.width, 100), overflow="fold")
-        outer.add_row(Text(f"{self.directory.path}: {ended or self._going(now)}"))
-        outer.add_row(Text(self._head()))
-        outer.add_row(table)
         counts = [f"{label} {found[-1]:.0f}" for label, name in _COUNTS.items() if (found := self._finite(name))]
-        outer.add_row(Text("  ".join(counts)))
-        if self._verdict:
-            outer.add_row(Text(self._verdict))
-        return outer
+        below = [Text("  ".join(counts)), *([Text(self._verdict)] if self._verdict else [])]
+        where = Text(f"{self.directory.path}: {ended or self._going(now)}", overflow="fold")
+        return Group(where, Text(self._head()), table, *below)
 
     def _going(self, now: float) -> str:
         quiet = now - self._news_at if self._news_at is not None else 0.0

@@ -12,6 +12,7 @@ RUN_DIR/
   checkpoints/abandoned/   attempt_A/step_N: newer than the checkpoint that attempt A went back to
   exports/step_N/          the policy after step N as a Hugging Face folder; it appears whole
   logs/ROLE.RANK.log       stdout and stderr of every process
+  attempts, ended          how often it was started; which attempt ended last, and how
   tensorboard/
 """
 
@@ -147,6 +148,23 @@ class RunDirectory:
     def attempts(self) -> Path:
         """The number of times that the run was started."""
         return self.path / "attempts"
+
+    @property
+    def ended(self) -> Path:
+        return self.path / "ended"
+
+    def mark_ended(self, attempt: int, state: str) -> None:
+        """Note that ``attempt`` ended: "done", "failed" or "stopped by ..."; a full disk changes nothing of the run."""
+        with contextlib.suppress(OSError):
+            write_atomically(self.ended, f"{attempt} {state}\n")
+
+    def how_it_ended(self) -> str | None:
+        """The state in which the newest attempt ended; None while it goes on, or when its supervisor was killed."""
+        try:
+            attempt, _, state = self.ended.read_text(errors="replace").strip().partition(" ")
+            return one_line(state) if int(attempt) == int(self.attempts.read_text()) else None
+        except (OSError, ValueError):
+            return None
 
     @property
     def metrics(self) -> Path:

@@ -3,16 +3,14 @@
     {"event": "start",  "attempt": 1, "step": 0,  "time": "2026-01-31T12:00:00+00:00", "values": {...}}
     {"event": "resume", "attempt": 2, "step": 40, "time": ...}
     {"event": "change", "attempt": 2, "step": 40, "time": ..., "key": "optimizer.lr", "old": "1e-06", "new": "5e-07"}
-    {"event": "end",    "attempt": 2, "time": ..., "state": "done"}       or "failed", or "stopped by SIGTERM"
 
 Values are TOML text by "section.key", null where a key is not set. Lines are only added, those of an attempt when it
-takes the run over, and one when its supervisor ends (none where that was killed). With a checkpoint's manifest, which
-holds the values that made it, they say what the run's own copy of its configuration must hold.
+takes the run over. With a checkpoint's manifest, which holds the values that made it, they say what the run's own copy
+of its configuration must hold.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
@@ -93,24 +91,6 @@ def record(directory: RunDirectory, *, attempt: int, step: int | None, values: V
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def record_end(directory: RunDirectory, *, attempt: int, state: str) -> None:
-    """Add the line that ends an attempt; a disk that does not take it changes nothing of the run."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    with contextlib.suppress(OSError):
-        _append(directory.history, [{"event": "end", "attempt": attempt, "time": now, "state": state}])
-
-
-def how_it_ended(directory: RunDirectory) -> str | None:
-    """The state in which the newest attempt ended; None while it goes on, or when it was killed."""
-    try:
-        attempt = int(directory.attempts.read_text())
-    except (OSError, ValueError):
-        return None
-    ends = [event for event in _lines(directory.history) if event.get("event") == "end"]
-    states = [str(event["state"]) for event in ends if event.get("attempt") == attempt and "state" in event]
-    return states[-1] if states else None
-
-
 def _append(path: Path, events: list[Mapping[str, Any]]) -> None:
     """Add whole lines, durably; a line that a crash left without its end goes first."""
     with open(path, "a+b") as file:
@@ -122,11 +102,7 @@ def _append(path: Path, events: list[Mapping[str, Any]]) -> None:
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """What attempts began with; a torn or damaged line, which cannot say what came of it, is passed over."""
-    return filter(_is_whole, _lines(path))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Lines of the file; a torn or damaged one, which cannot say what came of it, is passed over."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -134,7 +110,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             event = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(event, dict):
+        if isinstance(event, dict) and _is_whole(event):
             yield event
 
 

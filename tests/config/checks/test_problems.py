@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -437,6 +440,19 @@ def test_policies_of_generation_need_a_run_that_generates(
     (exact,) = problems(make(policy, ("staleness.lag", "exact")))
     assert exact.startswith(policy[0]) and "fixes its batches" in exact
     assert any("trains on what was recorded" in line for line in problems(make(policy, ("rollout.engine", "replay"))))
+
+
+def test_weights_and_biases_need_their_package(make: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    project = ("observability.wandb_project", "demo")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    (missing,) = problems(make(project))
+    assert_names(missing, "observability.wandb_project", "demo", "pip install wandb")
+    present = ModuleType("wandb")
+    present.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", present)
+    assert problems(make(project)) == [] == problems(make(project, ("observability.wandb_mode", "offline")))
+    (idle,) = problems(make(("observability.wandb_mode", "offline")))
+    assert_names(idle, "observability.wandb_mode", "offline", "wandb_project")
 
 
 @pytest.fixture
