@@ -18,7 +18,8 @@ from vcpo_megatron.run.directory import RunDirectory
 from vcpo_megatron.run.errors import ConfigError
 
 ROWS = (
-    {"step": 0, "ess/ratio": 0.123456, "grad_norm/trajectory_max": None, "eval/accuracy": 0.25, "eval/version": 0},
+    {"step": 0, "ess/ratio": 0.123456, "grad_norm/trajectory_max": None, "eval/accuracy": 0.25, "eval/version": 0}
+    | {"eval/samples": 512},
     {"step": 1, "ess/ratio": None, "grad_norm/trajectory_max": None},
     {"step": 2, "ess/ratio": 1.0, "eval/accuracy": 0.5, "eval/version": 3},
 )
@@ -32,7 +33,7 @@ def test_a_record_is_what_the_run_directory_holds(tmp_path: Path) -> None:
         run, directory, comparison="spec", status="failed", reason="a server died", cost={0: 1.5, 2: 2.0000001}
     )
     assert (made.status, made.reason, made.digest, made.steps) == ("failed", "a server died", run.digest, 40)
-    assert (made.evaluated, made.accuracy) == ((0, 3), (0.25, 0.5))
+    assert (made.evaluated, made.accuracy, made.samples) == ((0, 3), (0.25, 0.5), (512, 0))
     assert made.step == (0, 1, 2) and made.process_seconds == (1.5, None, 2.0)
     assert made.series == {"ess/ratio": (0.1235, None, 1.0)}  # nothing that is nowhere known
     assert made.config["optimizer.lr"] == "0.001" and made.config["staleness.lag"] == '"exact"'

@@ -43,6 +43,7 @@ def test_which_number_turned_first() -> None:
     fell = record(
         evaluated=tuple(range(0, 180, 20)),
         accuracy=(*RISE, 0.9, 0.9, 0.3, 0.2, 0.1),
+        samples=(512,) * 9,
         step=step,
         process_seconds=(None,) * 160,
         series=series,
@@ -55,9 +56,12 @@ def test_which_number_turned_first() -> None:
 
 
 def test_rows_are_those_of_the_metrics() -> None:
-    assert rows_of(record()) == [
+    rows = [
         {"step": 0, "ess/ratio": 1.0, "eval/accuracy": 0.3},
         {"step": 1, "ess/ratio": 0.8},
         {"step": 2, "eval/accuracy": 0.6},
         {"step": 3, "ess/ratio": 0.6, "eval/accuracy": 0.9},
     ]
+    assert rows_of(record()) == rows
+    of_512 = [{**row, "eval/samples": 512} if "eval/accuracy" in row else row for row in rows]
+    assert rows_of(record(samples=(512,) * 3)) == of_512

@@ -39,6 +39,9 @@ _PLACES = (
 )
 _LIBRARIES = ("vcpo-megatron", "megatron-core", "torch", "transformers")
 
+#: Fields that are lists in a line.
+_LISTS = ("evaluated", "accuracy", "samples", "step", "process_seconds")
+
 Status = Literal["done", "failed", "stopped"]
 
 
@@ -48,7 +51,7 @@ class RunRecord:
 
     status       "stopped": by a signal, to be taken up again
     reason       why it failed, or what stopped it
-    evaluated    optimizer steps before each evaluation; ``accuracy``: what it got
+    evaluated    optimizer steps before each evaluation; ``accuracy``: what it got, ``samples``: of how many
     step         index of every step done; ``series``: metric -> its value in each of them, None where it has none;
                  a metric that has none at all is left out
     process_seconds   processor seconds of all processes of the run until each step was done, starts and evaluations
@@ -67,6 +70,7 @@ class RunRecord:
     reason: str = ""
     evaluated: tuple[int, ...] = ()
     accuracy: tuple[float, ...] = ()
+    samples: tuple[int, ...] = ()
     step: tuple[int, ...] = ()
     series: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     process_seconds: tuple[float | None, ...] = ()
@@ -94,7 +98,7 @@ def record_of(
 ) -> RunRecord:
     """The record of ``run`` from its run directory; ``cost``: process seconds until a step was done, by step."""
     rows = read_rows(directory.metrics)
-    seen = {int(row["eval/version"]): row["eval/accuracy"] for row in rows if _finite(row.get("eval/accuracy"))}
+    seen = {int(row["eval/version"]): row for row in rows if _finite(row.get("eval/accuracy"))}
     values = written(run.config)
     return RunRecord(
         comparison=comparison,
@@ -107,7 +111,8 @@ def record_of(
         status=status,
         reason=reason,
         evaluated=tuple(sorted(seen)),
-        accuracy=tuple(seen[version] for version in sorted(seen)),
+        accuracy=tuple(seen[version]["eval/accuracy"] for version in sorted(seen)),
+        samples=tuple(int(seen[version].get("eval/samples", 0)) for version in sorted(seen)),
         step=tuple(row["step"] for row in rows),
         series={
             name: tuple(_short(row.get(name)) for row in rows)
@@ -206,7 +211,7 @@ def _record(line: str, where: str) -> RunRecord:
         return RunRecord(
             **{
                 **values,
-                **{name: tuple(values[name]) for name in ("evaluated", "accuracy", "step", "process_seconds")},
+                **{name: tuple(values[name]) for name in _LISTS if name in values},
                 "series": {name: tuple(by_step) for name, by_step in values["series"].items()},
             }
         )

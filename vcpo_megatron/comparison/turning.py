@@ -52,7 +52,9 @@ def rows_of(record: RunRecord) -> list[dict[str, Any]]:
         for step, value in zip(record.step, values, strict=True):
             if value is not None:
                 rows[step][name] = value
-    for version, accuracy in zip(record.evaluated, record.accuracy, strict=True):
+    samples = record.samples or (0,) * len(record.evaluated)
+    for version, accuracy, of in zip(record.evaluated, record.accuracy, samples, strict=True):
         step = min(version, record.step[-1]) if record.step else version
-        rows.setdefault(step, {"step": step})["eval/accuracy"] = accuracy
+        evaluation = {"eval/accuracy": accuracy, **({"eval/samples": of} if of else {})}
+        rows.setdefault(step, {"step": step}).update(evaluation)
     return [rows[step] for step in sorted(rows)]
