@@ -10,16 +10,20 @@ import numpy as np
 import pytest
 
 from tests.comparison.specs import EXAMPLE
+from tests.orchestrator.store.test_store import sample_group
 from vcpo_megatron.comparison.variance import (
     WeightedGroup,
     averaged,
     groups_by_step,
+    parts,
     run_variance,
     study,
     without_each,
 )
-from vcpo_megatron.config.load import load_config
+from vcpo_megatron.config.load import dump_resolved, load_config
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.run.errors import ConfigError
+from vcpo_megatron.types import TrajectoryResult
 
 
 def group(rewards: list[float], weights: list[float], norms: list[float], baseline: float = 0.0) -> WeightedGroup:
@@ -109,12 +113,36 @@ def test_ratios_are_medians_over_steps() -> None:
     steps = {step: [group([1.0, 0.0], [1.0, 1.0], [n, 1.0])] for step, n in enumerate((1.0, 2.0, 3.0))}
     found = run_variance("a", config, steps)
     assert found is not None and (found.steps, found.lag, found.method) == (3, 16, "vcpo")
+    assert (found.first, found.last) == (0, 2)
     assert found.ratios["none"] == pytest.approx((5.0, 9.0))  # of 2, 5 and 10
     assert found.ratios["group mean"][0] == pytest.approx(25 / 16)
     assert found.ratios["OPOB"] == (1.0, 1.0)
     assert run_variance("a", config, {}) is None
     alone = {0: [group([1.0, 0.0], [1.0, 1.0], [1.0, 0.0])]}  # b is the reward of the one that has a norm
     assert run_variance("a", config, alone) is None
+
+
+def test_a_run_in_four_parts() -> None:
+    steps = {step: [group([1.0, 0.0], [1.0, 1.0], [1.0, 1.0])] for step in (0, 1, 2, 5, 9)}
+    assert [list(part) for part in parts(steps, 10)] == [[0, 1], [2], [5], [9]]
+    assert [list(part) for part in parts(steps, 40)] == [[0, 1, 2, 5, 9]]
+
+
+def test_a_store_is_read(tmp_path: Path) -> None:
+    """A group a step: rewards 0 and 0.25 with norms 1 and 2."""
+    toml = dump_resolved(load_config(EXAMPLE, ["train.steps=4"]))
+    (tmp_path / "resolved.toml").write_text(toml)
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+        for group_id in (0, 1):
+            sample_group(store, group_id)
+            results = [TrajectoryResult(group_id, sample, 0.0, 1.0, 1.0 + sample, 0.45) for sample in (0, 1)]
+            store.mark_trained(group_id, results, [group_id], [0])
+    head, _, first, second, *_ = study([tmp_path]).splitlines()
+    assert head.split(" | ")[5:8] == ["none", "group mean", "leave-one-out"]
+    cells = first.split(" | ")
+    assert cells[1:5] == ["vcpo", "16", "0-0", "1"] and second.split(" | ")[3] == "1-1"
+    # least: b = .2, (.2)^2 + 4 (.05)^2 = .05; none: 1/4; mean: 5/64; the others': 5/16; b = .45: .3625
+    assert [cell.split()[0] for cell in cells[5:11]] == ["5", "1.56", "6.25", "1", "6.25", "7.25"]
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

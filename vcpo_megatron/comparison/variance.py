@@ -37,6 +37,8 @@ Values = NDArray[np.float64]
 
 #: Columns of the table, as they are compared with ``least``.
 BASELINES = ("none", "group mean", "leave-one-out", "OPOB", "OPOB leave-one-out", "as trained")
+#: A run has so many rows.
+PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,14 @@ def without_each(rewards: Values, log_terms: Values) -> Values:
 
 @dataclass(frozen=True)
 class RunVariance:
-    """Of one run: by baseline, median and 90th percentile over steps of V over that of ``least``; ``moment``: the
-    median of V under OPOB itself; ``steps``: those that had a group with norms."""
+    """Of one run from step ``first`` to ``last``: by baseline, median and 90th percentile over steps of V over that of
+    ``least``; ``moment``: the median of V under OPOB itself; ``steps``: those that had a group with norms."""
 
     run: str
     method: str
     lag: int
+    first: int
+    last: int
     steps: int
     moment: float
     ratios: Mapping[str, tuple[float, float]]
@@ -117,7 +121,16 @@ def run_variance(name: str, config: RunConfig, steps: Mapping[int, Sequence[Weig
     }
     moment = float(np.median([total["OPOB"] for total in totals]))
     lag = config.staleness.max_staleness
-    return RunVariance(name, config.algorithm.method, lag, len(totals), moment, ratios)
+    return RunVariance(name, config.algorithm.method, lag, min(steps), max(steps), len(totals), moment, ratios)
+
+
+def parts(steps: Mapping[int, Sequence[WeightedGroup]], of: int) -> Iterator[dict[int, Sequence[WeightedGroup]]]:
+    """``steps`` of a run of ``of`` steps in ``PARTS`` parts of like length, empty ones left out: how much a baseline
+    matters changes as the policy becomes sure, and lag grows over the first steps of a run."""
+    for part in range(PARTS):
+        inside = range(part * of // PARTS, (part + 1) * of // PARTS)
+        if found := {step: groups for step, groups in steps.items() if step in inside}:
+            yield found
 
 
 def groups_by_step(history: Iterator[Mapping[str, Any]], config: RunConfig) -> dict[int, list[WeightedGroup]]:
@@ -150,7 +163,7 @@ def groups_by_step(history: Iterator[Mapping[str, Any]], config: RunConfig) -> d
 
 
 def study(paths: Sequence[Path]) -> str:
-    """A Markdown table, a row for each run directory of ``paths``, by lag; ConfigError for one that cannot be read."""
+    """A Markdown table, rows for each run directory of ``paths``, by lag; ConfigError for one that cannot be read."""
     rows, without = [], []
     for path in paths:
         directory = RunDirectory(path)
@@ -160,14 +173,14 @@ def study(paths: Sequence[Path]) -> str:
                 steps = groups_by_step(store.history(), config)
         except StoreError as error:
             raise ConfigError([str(error)]) from None
-        found = run_variance(path.name, config, steps)
-        if found is None:
+        of_run = [run_variance(path.name, config, part) for part in parts(steps, config.train.steps)]
+        known = [row for row in of_run if row is not None]
+        rows += known
+        if not known:
             without.append(f"- {path.name}: no norms of trajectories are recorded; its method takes none")
-        else:
-            rows.append(found)
     lines = []
     if rows:
-        lines += [*_table(sorted(rows, key=lambda row: (row.lag, row.method, row.run))), "", _EXPLAINED]
+        lines += [*_table(sorted(rows, key=lambda row: (row.lag, row.method, row.run, row.first))), "", _EXPLAINED]
     if without:
         lines += [*([""] if lines else []), *without]
     return "\n".join(lines) + "\n"
@@ -176,14 +189,16 @@ def study(paths: Sequence[Path]) -> str:
 _EXPLAINED = (
     "Median over steps, in brackets the 90th percentile, of the second moment of the gradient estimator under each "
     "baseline over the least that a constant of each group reaches on the same samples. as trained: the baseline that "
-    "the run used. V(OPOB): the second moment itself."
+    "the run used. V(OPOB): the second moment itself. of them: steps that had a group with norms."
 )
 
 
 def _table(rows: Sequence[RunVariance]) -> list[str]:
-    names = ["run", "method", "lag", "steps", *BASELINES, "V(OPOB)"]
+    names = ["run", "method", "lag", "steps", "of them", *BASELINES, "V(OPOB)"]
     table = [names, ["---"] * len(names)]
     for row in rows:
         cells = [f"{median:.3g} ({high:.3g})" for median, high in (row.ratios[column] for column in BASELINES)]
-        table.append([row.run, row.method, str(row.lag), str(row.steps), *cells, f"{row.moment:.2g}"])
+        table.append(
+            [row.run, row.method, str(row.lag), f"{row.first}-{row.last}", str(row.steps), *cells, f"{row.moment:.2g}"]
+        )
     return [f"| {' | '.join(cells)} |" for cells in table]
