@@ -1,6 +1,7 @@
 # make demo   install into .venv and train the CPU example
 # make test   install what the tests need too, and run the default suite (within 8 minutes on 2 cores)
 # make test-slow, test-all   the tests that the default suite leaves out, or every test (pyproject.toml says which are slow)
+# make compare-quick   TIS, VCPO and synchronous GRPO at one lag and rate, two seeds (under half an hour on two cores)
 # make gpu    the checks of a machine with GPUs, ten minutes on one (docs/gpu.md); GPU_ARGS="--only oracle", GPU_PYTHON=...
 # make test-smollm   fetch a real pretrained model (93 MB) and run the tests that need it
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -16,11 +17,16 @@ GPU_PYTHON ?= $(VENV)/bin/python
 
 SMOLLM = examples/arithmetic_smollm/model
 
-.PHONY: demo venv test test-slow test-all test-smollm gpu lint clean
+.PHONY: demo compare-quick venv test test-slow test-all test-smollm gpu lint clean
 
 # Hiding the GPUs keeps the CPU example on CPUs wherever it is run.
 demo: venv
 	CUDA_VISIBLE_DEVICES= $(VENV)/bin/vcpo train $(EXAMPLE)
+
+compare-quick: venv
+	CUDA_VISIBLE_DEVICES= $(VENV)/bin/vcpo compare examples/compare_methods/quick.toml
+	@echo 'The stored results, with each method at its best rate where several were run:'
+	$(VENV)/bin/vcpo compare examples/compare_methods --report
 
 venv: $(VENV)/.installed
 

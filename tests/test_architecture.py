@@ -40,6 +40,10 @@ ALLOWED: dict[str, set[str]] = {
         "orchestrator.modes.environment_check",
     },
     "report": {"types", "run", "config", "models", "observability", "orchestrator.store"},
+    "comparison": {
+        *("types", "run", "config", "models", "observability", "orchestrator.store", "report.charts"),
+        "report.collapse",
+    },
 }
 #: Folders of a package, lowest first: a module imports from its own folder and from those before it. What is not named
 #: lies above all of them.
@@ -59,7 +63,8 @@ RESERVED: dict[str, tuple[str, ...]] = {
 #: Modules that work where torch cannot be imported; a package stands for all of its modules, but for ``NEEDS_TORCH``.
 TORCH_FREE = (
     *("types", "run", "models", "config", "environments", "orchestrator", "launch", "planning", "observability"),
-    *("report", "transport", "cli", "rollout.client", "rollout.fleet", "rollout.agent_loop", "weight_sync"),
+    *("report", "comparison", "transport", "cli", "rollout.client", "rollout.fleet", "rollout.agent_loop"),
+    "weight_sync",
 )
 #: What of these holds tensors; with a star any folder of the package.
 NEEDS_TORCH = (

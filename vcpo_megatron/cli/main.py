@@ -54,6 +54,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from .. import __version__
+    from .compare import add_compare
     from .convert import add_convert
     from .doctor import add_doctor
     from .env import add_env
@@ -75,5 +76,6 @@ def _parser() -> argparse.ArgumentParser:
     add_doctor(commands)
     add_env(commands)
     add_report(commands)
+    add_compare(commands)
     add_watch(commands)
     return parser

@@ -6,6 +6,7 @@ TOML is typed, so validation is strict: ``steps = "30"`` is an error, not 30.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import difflib
 import json
@@ -26,19 +27,34 @@ from .schema import RunConfig
 from .synonyms import known_as, section_known_as, value_known_as
 
 Key = tuple[str, ...]
+#: Sections of keys, as a file holds them.
+Tables = Mapping[str, Any]
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read ``path`` and apply ``overrides`` ("section.key=value", the value in TOML syntax or a bare string).
+def load_config(path: Path, overrides: Sequence[str] = (), layers: Sequence[tuple[Path, Tables]] = ()) -> RunConfig:
+    """Read ``path``, lay ``layers`` over it and apply ``overrides`` ("section.key=value", the value in TOML syntax or a
+    bare string).
 
     Relative paths in the file are taken from the file's folder, those of overrides from the working
     directory; that folder is also where a user's own modules are (``environment.modules``), unless the file says
-    otherwise. Raises ConfigError with all problems.
+    otherwise. A layer is a folder, from which its relative paths are taken, and sections of keys, as another file of
+    that folder would hold them; a later one wins. Raises ConfigError with all problems.
     """
     data = _read(Path(path))
     if isinstance(environment := data.get("environment"), dict):
         environment.setdefault("modules", os.path.abspath(Path(path).parent))
+    for folder, tables in layers:
+        data = _laid_over(data, _resolve_paths(copy.deepcopy(dict(tables)), folder))
     return _validated(data, overrides)
+
+
+def _laid_over(below: Tables, above: Tables) -> dict[str, Any]:
+    """``below`` with the values of ``above``; tables that both have become one."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _laid_over(merged[key], value) if both else value
+    return merged
 
 
 def _read(path: Path) -> dict[str, Any]:
