@@ -114,6 +114,17 @@ class AlgorithmConfig(Section):
     is_threshold: float = Field(
         8.0, gt=0, allow_inf_nan=True, description="weights are truncated at this value; inf: never"
     )
+    mismatch: Literal["none", "recorded"] = Field(
+        "none",
+        description="recorded: the learner scores every complete group itself, and the weight of an answer is that of "
+        "the lag since then; the difference to the servers is corrected token by token",
+    )
+    mismatch_threshold: float = Field(
+        2.0,
+        gt=0,
+        allow_inf_nan=True,
+        description="mismatch = recorded: a token's ratio of learner to server is truncated at this value; inf: never",
+    )
     ratio_low: float | None = Field(None, ge=0, description="lower bound of the ratio where the method has one")
     ratio_high: float | None = Field(
         None, gt=0, allow_inf_nan=True, description="upper bound of the ratio where the method has one"

@@ -218,6 +218,27 @@ METRICS: Mapping[str, Metric] = {
         healthy="above 0 now and then",
         otherwise="always 0: nothing is young enough to be compared; evaluate at `staleness.max_staleness = 0` once",
     ),
+    "mismatch/spread": Metric(
+        "standard deviation over trajectories of the mismatch: the sum of the learner's log-prob, recorded when the "
+        'group was complete, less the server\'s; only with algorithm.mismatch = "recorded"',
+        unit="nats",
+        healthy="`mismatch/mean` times the root of the answers' length, and more with `mismatch/versions`",
+        otherwise="far above it: drift between sampling and record; the weights do not see it, tokens correct for it",
+    ),
+    "mismatch/versions": Metric(
+        "version whose log-probs of a token the learner recorded - version that sampled it, mean over sampled tokens; "
+        'only with algorithm.mismatch = "recorded"',
+        unit="versions",
+        healthy="well below `staleness/token_mean`",
+        otherwise="near it: most of the lag passes while answers are sampled, and counts as mismatch",
+    ),
+    "lag/spread": Metric(
+        "standard deviation over trajectories of the lag: the sum of log pi less the learner's recorded log-prob; only "
+        'with algorithm.mismatch = "recorded"',
+        unit="nats",
+        healthy="below 0.5",
+        otherwise="as for `ess/ratio`, which follows it: exp(- spread^2) where it is normal",
+    ),
     "kl/reference": Metric(
         "mean over trained tokens of the estimate of KL(pi, reference)",
         unit="nats",

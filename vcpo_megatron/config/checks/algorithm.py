@@ -29,6 +29,17 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
             f'algorithm.is_level = "{algorithm.is_level}": method = "{algorithm.method}" weighs ratios in its own '
             "way; remove is_level"
         )
+    if algorithm.mismatch == "recorded" and not (preset.linear and preset.is_level == "sequence"):
+        named = f'method = "{algorithm.method}"' if algorithm.is_level is None else f'is_level = "{algorithm.is_level}"'
+        yield (
+            f'algorithm.mismatch = "recorded": {named} has no weight of a whole answer to split into lag and mismatch; '
+            'use mismatch = "none", or a method with is_level = "sequence" (vcpo and its kin)'
+        )
+    if algorithm.mismatch_threshold < 1:
+        yield (
+            f"algorithm.mismatch_threshold = {algorithm.mismatch_threshold}: every token's ratio would be cut, 1, that "
+            "of engines that agree, included; at least 1"
+        )
     if preset.ratio_low >= preset.ratio_high:
         yield f"algorithm.ratio_low = {preset.ratio_low}: must be below ratio_high = {preset.ratio_high}"
     elif preset.bounded and not preset.ratio_low <= 1 <= preset.ratio_high:
@@ -136,6 +147,7 @@ def idle_keys(config: RunConfig) -> Iterator[str]:
             if preset.linear and preset.is_level == "none"
             else f"{method} truncates no weight",
         ),
+        "algorithm.mismatch_threshold": (algorithm.mismatch == "recorded", 'mismatch = "none" has no such ratio'),
         "algorithm.second_moment": (preset.statistic in SECOND_MOMENTS, f"{method} does not bound it"),
         "algorithm.opob_mode": (opob, no_norms),
         "algorithm.opob_weights": (

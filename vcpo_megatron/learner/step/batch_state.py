@@ -36,6 +36,7 @@ _AGREED = (
     "mismatch_sum",
     "mismatch_max",
     "mismatch_tokens",
+    "mismatch_log_ratio",
 )
 
 
@@ -88,10 +89,11 @@ class BatchState:
     Found in the step; ``agree`` gives all ranks what the owners know:
 
     owners              int64: 1 on a rank that computed the sample; agreed: how many ranks did
-    log_ratio           l_i = sum over sampled tokens of (log pi_theta - log mu)
+    log_ratio           l_i = sum over sampled tokens of (log pi_theta - log mu); of the lag alone with a record
+    mismatch_log_ratio  with a record: sum over sampled tokens of (what the learner recorded - log mu); else 0
     logprob_sum         sum of v_t log pi_t over sampled tokens, v as of ``Objective.reported``
     entropy_sum         sum over sampled tokens
-    weight_sum          sum over sampled tokens of ``Objective.token_ratios``; 0 where weights are by sequence
+    weight_sum          sum over sampled tokens of ``Objective.token_ratios``; 0 where tokens have no weights
     kl_sum              sum over sampled tokens of the estimates of KL to the reference
     mismatch_sum, mismatch_max, mismatch_tokens  of |log pi - log mu| over sampled tokens of the current version
     has_norm            bool: the exact |g_i| is known
@@ -126,6 +128,7 @@ class BatchState:
     mismatch_sum: Tensor = field(init=False)
     mismatch_max: Tensor = field(init=False)
     mismatch_tokens: Tensor = field(init=False)
+    mismatch_log_ratio: Tensor = field(init=False)
     has_norm: Tensor = field(init=False)
     grad_norm: Tensor = field(init=False)
     fell_back: Tensor = field(init=False)
@@ -139,7 +142,7 @@ class BatchState:
         n = len(self.rewards)
         for name in ("log_ratio", "logprob_sum", "entropy_sum", "weight_sum", "kl_sum"):
             setattr(self, name, torch.zeros(n, dtype=torch.float64))
-        for name in ("mismatch_sum", "mismatch_max", "mismatch_tokens"):
+        for name in ("mismatch_sum", "mismatch_max", "mismatch_tokens", "mismatch_log_ratio"):
             setattr(self, name, torch.zeros(n, dtype=torch.float64))
         self.owners = torch.zeros(n, dtype=torch.int64)
         self.has_norm, self.fell_back = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)

@@ -1,6 +1,7 @@
 """What the trajectories and tokens of one batch are multiplied by: numbers only, no model, no ranks.
 
     linear methods   v_t w_i (R_i - b_i)/std + a          v_t token weight or 1, w_i sequence weight or 1
+    with a record    c_t w_i (R_i - b_i)/std + a          w_i of the lag alone, c_t the mismatch's truncated ratio
     other methods    surrogate(ratios, (R_i - b_i)/std)_t + a
 
 Samples of zero-variance groups get 0, but for a surrogate of the whole batch, which sees them with advantage 0. a is
@@ -31,6 +32,26 @@ class Objective:
         self.method = algorithm.preset
         self._algorithm = algorithm
         self._bounds = Bounds(algorithm.is_threshold, self.method.ratio_low, self.method.ratio_high)
+        #: Whether l_i is the lag alone, counted from the log-probs that the learner recorded.
+        self.splits = algorithm.mismatch == "recorded"
+        #: Whether the gradient of a trajectory holds numbers of its tokens, which no coefficient of it may multiply.
+        self.has_token_weights = self.method.is_level == "token" or self.splits
+
+    # --- log ratios -----------------------------------------------------------------------------
+
+    def log_ratios(self, pack: Pack, policy: Tensor) -> Tensor:
+        """What l_i is the sum of: log pi_theta less log mu, or less what the learner recorded; float64 [T]."""
+        return importance.token_log_ratios(policy, self._recorded(pack), pack.mask)
+
+    def mismatch(self, pack: Pack) -> Tensor:
+        """What the learner recorded less log mu, 0 where nothing is recorded; float64 [T]."""
+        return importance.token_log_ratios(self._recorded(pack), pack.behavior_logprobs, pack.mask)
+
+    def _recorded(self, pack: Pack) -> Tensor:
+        if not self.splits:
+            return pack.behavior_logprobs
+        assert pack.recorded_logprobs is not None, "the step was planned without the learner's log-probs"
+        return pack.recorded_logprobs
 
     # --- weights --------------------------------------------------------------------------------
 
@@ -45,7 +66,10 @@ class Objective:
         return self._log_weights(log_ratio).exp()
 
     def token_weights(self, pack: Pack, policy: Tensor) -> Tensor:
-        """v_t [T] of detached log-probs, 1 where weights are not by token."""
+        """v_t [T] of detached log-probs, or c_t of what was recorded; 1 where weights are not by token."""
+        if self.splits:
+            cap = self._algorithm.mismatch_threshold
+            return importance.mismatch_weights(self._recorded(pack), pack.behavior_logprobs, pack.mask, cap).to(policy)
         if self.method.is_level != "token":
             return torch.ones_like(policy)
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
@@ -54,14 +78,18 @@ class Objective:
     def mean_weight(self, state: BatchState) -> float:
         """Mean of the batch's truncated weights: of trajectories, or of tokens where weights or ratios are theirs.
 
-        Its expectation is 1, less what truncation takes; 1 for a method that corrects nothing.
+        Its expectation is 1, less what truncation takes; 1 for a method that corrects nothing. With a record it is the
+        mean of w_i c_t: an answer that the learner itself finds impossible says nothing, whatever its lag.
         """
         if self.method.is_level == "sequence":
-            return float(self.sequence_weights(state.log_ratio).mean())
+            weights = self.sequence_weights(state.log_ratio)
+            if self.splits:
+                weights = weights * state.weight_sum / state.sampled_tokens.clamp(min=1.0)
+            return float(weights.mean())
         return float(state.weight_sum.sum() / state.sampled_tokens.sum()) if self.method.corrected else 1.0
 
     def token_ratios(self, pack: Pack, policy: Tensor) -> Tensor:
-        """What ``mean_weight`` is the mean of: v_t, or the truncated ratio of a surrogate, [T]."""
+        """What ``mean_weight`` is the mean of: v_t or c_t, or the truncated ratio of a surrogate, [T]."""
         if self.method.linear:
             return self.token_weights(pack, policy)
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
@@ -76,18 +104,19 @@ class Objective:
     def trajectory_coefficients(self, numbers: SampleNumbers, log_ratio: Tensor) -> Tensor:
         """What multiplies s_i / w_i of a linear method: w_i (R_i - b_i) / std, and a where no token has a weight.
 
-        With token weights a trajectory's gradient holds them, and the anchor is a term of its own: ``token_anchor``.
+        A trajectory's gradient holds the weights of its tokens, and the anchor is then a term of its own:
+        ``token_anchor``.
         """
         weights, advantages = self.sequence_weights(log_ratio), self.advantages(numbers)
         weighted = torch.where(advantages == 0.0, 0.0, weights * advantages)  # a weight without bound may be infinite
-        return weighted if self.method.is_level == "token" else weighted + self._anchors(numbers)
+        return weighted if self.has_token_weights else weighted + self._anchors(numbers)
 
     def coefficients(
         self, state: BatchState, index: Sequence[int], numbers: SampleNumbers, log_ratio: Tensor
     ) -> Coefficients:
         """Of a micro-step's trajectories ``index``, and those of one reward together where no anchor pulls on them."""
         gradient, sums = self.trajectory_coefficients(numbers, log_ratio), self.sequence_weights(log_ratio)
-        if self.method.is_level != "token" and state.anchor != 0.0:
+        if not self.has_token_weights and state.anchor != 0.0:
             return Coefficients(gradient, sums)
         classes: dict[float, list[int]] = {}
         for i, reward in enumerate(state.rewards[list(index)].tolist()):
@@ -99,7 +128,7 @@ class Objective:
 
     def has_token_anchor(self, state: BatchState) -> bool:
         """Whether a linear method's anchor cannot be one coefficient a trajectory; the same on all ranks."""
-        return self.method.linear and self.method.is_level == "token" and state.anchor != 0.0
+        return self.method.linear and self.has_token_weights and state.anchor != 0.0
 
     def token_anchor(self, numbers: SampleNumbers, pack: Pack, policy: Tensor) -> Tensor:
         """What the anchor adds to the coefficients of tokens that have weights: [T], dtype of ``policy``."""

@@ -56,7 +56,7 @@ def step_metrics(
         "baseline/fallbacks": float(state.fell_back[first].sum()),
         "baseline/accumulator_error": _accumulator_error(state),
         "groups/zero_variance": float((~state.has_variance)[first].sum()),
-        "kl/behavior": -float(state.log_ratio.sum() / tokens),
+        "kl/behavior": -float((state.log_ratio + state.mismatch_log_ratio).sum() / tokens),
         "kl/reference": float(state.kl_sum.sum() / tokens),
         "entropy": float(state.entropy_sum.sum() / tokens),
         "tokens/trained": float(tokens),
@@ -64,6 +64,14 @@ def step_metrics(
         "time/forward_backward": outcome.seconds,
         "step/skipped": float(bool(outcome.skipped)),
         **_mismatch(state),
+    }
+
+
+def spreads(state: BatchState) -> dict[str, float]:
+    """Standard deviations over trajectories, population, of the two parts of their log ratios (nats)."""
+    return {
+        "mismatch/spread": float(state.mismatch_log_ratio.std(correction=0)),
+        "lag/spread": float(state.log_ratio.std(correction=0)),
     }
 
 

@@ -2,6 +2,8 @@
 
 ``take``        consumes: a batch            produces: trained marks in the store, the step's result
                 waits for: StepDone          unblocked by: the learner, or its deadline; after a stop by StepAborted
+``score``       consumes: whole groups       produces: the learner's own log-probs of their tokens
+                waits for: GroupsScored      unblocked by: the learner, or its deadline
 ``checkpoint``  waits for: CheckpointDone    unblocked by: the learner, or its deadline
 
 A step's trained marks are durable before a checkpoint that contains the step is asked for. The learner copies its
@@ -16,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from ...config.process import WARNING_PREFIX
@@ -26,7 +28,7 @@ from ...observability.mismatch import MismatchWatch
 from ...observability.weights import WeightWatch
 from ...run.directory import RunDirectory
 from ...run.tasks import RunError, StopRequest, cancel
-from ...types import Batch, StepResult
+from ...types import Batch, Group, StepResult
 from ..peers.learner import LearnerLink
 from ..store.ledger import GroupLedger
 from ..store.reader import Counts
@@ -83,6 +85,11 @@ class Trainer:
     def begin(self) -> None:
         """Everything is started: the first step's time counts from here."""
         self._step_ended = time.monotonic()
+
+    async def score(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        """``groups`` with the log-probs that the learner, at the version that it holds, gives their tokens; not durable
+        yet."""
+        return await self._link.score(Batch(self.version, tuple(groups)))
 
     async def take(self, batch: Batch, *, may_go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
         """One optimizer step on ``batch``; None when it was aborted because of a stop. ControlError when the learner
