@@ -28,6 +28,8 @@ class Sample:
     group: int
     reward: float
     score_squares: Tensor  # |d log pi_t / d logits|^2
+    base: Tensor  # what l counts from: log mu, or what the learner recorded
+    of_tokens: Tensor  # truncated ratio of the record to mu, 1 without a record
     advantage: float = 0.0
     coefficient: float = 0.0
 
@@ -35,7 +37,8 @@ class Sample:
 class Policy:
     """A model in fp64 and the samples of a batch under it."""
 
-    def __init__(self, folder: Path, batch: Batch, temperature: float = 0.9) -> None:
+    def __init__(self, folder: Path, batch: Batch, temperature: float = 0.9, cap: float = 2.0) -> None:
+        self._cap = cap
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         self.parameters = dict(self.model.named_parameters())
         self.samples = [
@@ -50,7 +53,9 @@ class Policy:
         entropy = -(logs.exp() * logs).sum(-1)[mask]
         chosen = torch.nn.functional.one_hot(ids[0, 1:], logs.shape[1])
         squares = ((chosen - logs.detach().exp()) / temperature).square().sum(-1)[mask]
-        return Sample(logp, entropy, torch.tensor(t.behavior_logprobs[1:]).double()[mask], group, t.reward, squares)
+        mu = torch.tensor(t.behavior_logprobs[1:]).double()[mask]
+        base = mu if t.recorded is None else torch.tensor(t.recorded.logprobs[1:]).double()[mask]
+        return Sample(logp, entropy, mu, group, t.reward, squares, base, (base - mu).exp().clamp(max=self._cap))
 
     def gradient(self, loss: Tensor) -> dict[str, Tensor]:
         grads = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=True)
@@ -83,11 +88,11 @@ class Policy:
         """Set advantages by OPOB from materialised gradients, over the standard deviation; returns the norms |g_i|."""
         norms = []
         for s in self.samples:
-            weight = 1.0 if sequence else (s.logp - s.mu).detach().exp().clamp(max=8.0)
+            weight = s.of_tokens if sequence else (s.logp - s.mu).detach().exp().clamp(max=8.0)
             grads = self.gradient(s.coefficient * (weight * s.logp).sum())
             norms.append(math.sqrt(sum(float((g**2).sum()) for g in grads.values())))
         for s, norm in zip(self.samples, norms, strict=True):
-            log_u = float((s.logp - s.mu).detach().sum()) if sequence else 0.0
+            log_u = float((s.logp - s.base).detach().sum()) if sequence else 0.0
             s.log_share = 2 * log_u + 2 * math.log(norm)  # type: ignore[attr-defined]
         for group in self.groups():
             rewards = np.array([s.reward for s in group])
@@ -102,7 +107,7 @@ class Policy:
 
     def ess(self) -> float:
         """Of raw trajectory weights, over their number."""
-        ratios = torch.stack([(s.logp - s.mu).sum().detach() for s in self.samples])
+        ratios = torch.stack([(s.logp - s.base).sum().detach() for s in self.samples])
         weights = (ratios - ratios.max()).exp()
         return float(weights.sum() ** 2 / weights.square().sum()) / len(weights)
 
@@ -113,8 +118,8 @@ class Policy:
 
 
 def sequence_weighted(s: Sample) -> Tensor:
-    weight = (s.logp - s.mu).sum().detach().clamp(max=math.log(8.0)).exp()
-    return weight * s.advantage * s.logp
+    weight = (s.logp - s.base).sum().detach().clamp(max=math.log(8.0)).exp()
+    return weight * s.of_tokens * s.advantage * s.logp
 
 
 def _clipped(ratio: Tensor, a: float, low: float, high: float) -> Tensor:
@@ -147,8 +152,8 @@ def _asymmetric(s: Sample) -> Tensor:
 
 
 def _mis(s: Sample) -> Tensor:
-    log = float((s.logp - s.mu).sum())
-    return (math.exp(log) if log <= math.log(8.0) else 0.0) * s.advantage * s.logp
+    log = float((s.logp - s.base).sum())
+    return (math.exp(log) if log <= math.log(8.0) else 0.0) * s.of_tokens * s.advantage * s.logp
 
 
 def _icepop(s: Sample) -> Tensor:

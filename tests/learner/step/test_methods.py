@@ -19,7 +19,7 @@ from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.types import Batch
 
 from ..oracles import OBJECTIVES, WHOLE_BATCH, Policy, sequence_weighted
-from ..scenarios import make_batch, make_config, make_model_folder
+from ..scenarios import make_batch, make_config, make_model_folder, with_record
 from ..world import run_world
 
 RULES = ("sequence_token_mean", "token_mean", "sequence_token_sum", "constant")
@@ -89,6 +89,17 @@ for _name, _ranks, _keys, _parallel in (
     ("two_pass token weights tp2", 2, {"is_level": "token", "opob_mode": "two_pass"}, {"tensor": 2}),
 ):
     CASES[f"{_name} anchored"] = Case(_ranks, _keys, _parallel, pack=1000, anchor=0.5)
+for _name, _ranks, _keys, _parallel in (
+    ("", 1, {}, {}),
+    ("deferred tp2 ", 2, {"opob_mode": "deferred"}, {"tensor": 2}),
+    ("pp2 ", 2, {}, {"pipeline": 2}),
+    ("cp2 ", 2, {}, {"context": 2}),
+    ("two_pass dp2 ", 2, {"opob_mode": "two_pass"}, {}),
+    ("vcpo_ess_only ", 1, {"method": "vcpo_ess_only"}, {}),
+):
+    _keys = {**_keys, "mismatch": "recorded", "mismatch_threshold": 1.05}
+    CASES[f"{_name}recorded anchored"] = Case(_ranks, _keys, _parallel, pack=1000, anchor=0.5)
+CASES["mis recorded"] = Case(1, {"method": "mis", "mismatch": "recorded", "mismatch_threshold": 1.05})
 for _unit in (3e-12, 1e-13):
     CASES[f"rewards of {_unit:g} without std"] = Case(1, {"normalize_std": False}, pack=1000, binary=True, unit=_unit)
 for _rule in RULES:
@@ -102,7 +113,7 @@ for _method, _layout in (("m2po", "pp2"), ("p3o", "dp2"), ("p3o", "pp2"), ("gspo
 
 
 def _oracle(case: Case, model: Path, batch: Batch, config: RunConfig) -> tuple[dict[str, torch.Tensor], Policy]:
-    policy = Policy(model, batch)
+    policy = Policy(model, batch, cap=config.algorithm.mismatch_threshold)
     preset = config.algorithm.preset
     policy.normalize(preset.loss_normalization)
     if preset.needs_norms:
@@ -136,6 +147,7 @@ DEFAULT = (
     "deferred token weights anchored",
     "rewards of 3e-12 without std",
     "tp2 anchored",
+    "recorded anchored",
     "token_mean opob",
     "sequence_token_sum opob whole groups dp2",
     "constant plain dp2",
@@ -180,6 +192,7 @@ def test_gradient_equals_the_oracle(name: str, models: dict[tuple[str, bool], Pa
     case = CASES[name]
     model, batch = models[case.family, case.tied], batches[(case.family, case.tied), case.far, case.binary]
     batch = in_units(batch, case.unit)
+    batch = with_record(batch) if "mismatch" in case.algorithm else batch
     config = make_config(
         model,
         case.ranks,
