@@ -24,7 +24,9 @@ from vcpo_megatron.types.codec import (
     unpack_trajectories,
 )
 
-MEMBERS = [trajectory for batch in (BATCH, ROUTED, RECORDED) for group in batch.groups for trajectory in group.trajectories]
+MEMBERS = [
+    trajectory for batch in (BATCH, ROUTED, RECORDED) for group in batch.groups for trajectory in group.trajectories
+]
 
 
 def through_blob(members: list[Trajectory], **how: Any) -> list[Trajectory]:

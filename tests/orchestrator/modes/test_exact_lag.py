@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.orchestrator.fake_run import FakeClient, FakeEnvironment, FakeRun, config, fake_fleet
+from tests.transport.samples import same
 from vcpo_megatron.orchestrator.modes.exact_lag import Rounds, sampling_seed
 from vcpo_megatron.rollout.client.http import ServerUnavailable
 from vcpo_megatron.rollout.client.protocol import ImpossibleLogprobs, SamplingParams, Span
@@ -123,6 +124,33 @@ def test_a_stop_and_a_resume_give_the_rows_of_one_run(tmp_path: Path, lag: int) 
     for batch in second.learner.batches:
         versions = {v.number for g in batch.groups for t in g.trajectories for v in t.versions}
         assert versions == {max(0, batch.step - lag)}
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_the_version_that_sampled_a_batch_records_it(tmp_path: Path, lag: int) -> None:
+    """In a run that is stopped and resumed, too, and whoever is faster: rows and records are those of one run."""
+    cfg = exact(lag).model_copy(update={"algorithm": config(algorithm={"mismatch": "recorded"}).algorithm})
+    whole = FakeRun(tmp_path / "whole", cfg)
+    whole.run()
+
+    async def stop(run: FakeRun, controller: Any) -> None:
+        while len(run.learner.batches) < 2:
+            await asyncio.sleep(0.002)
+        controller.request_stop("stopped by signal")
+
+    slow = FakeEnvironment(delay_s=lambda example: 0.002 * (example.data["index"] % 3))
+    first = FakeRun(tmp_path / "parts", cfg, environment=slow, during=stop)
+    first.learner.step_s = 0.05
+    assert first.run() == "stopped by signal"
+    saved = first.learner.checkpoints[-1]
+    second = FakeRun(tmp_path / "parts", cfg, attempt=2, resume_step=saved)
+    assert second.run() == "run ended"
+    assert numbers(second.rows()) == numbers(whole.rows())
+    assert [row["mismatch/versions"] for row in whole.rows()] == [0.0] * 6
+    for run in (whole, second):
+        for batch in run.learner.batches:
+            members = [t for group in batch.groups for t in group.trajectories]
+            assert {t.recorded.version.number for t in members} == {max(0, batch.step - lag)}
 
 
 def test_a_crash_and_a_resume_train_on_the_same_batches(tmp_path: Path) -> None:
@@ -318,6 +346,30 @@ def test_replay_ends_with_the_recording_and_resumes(tmp_path: Path) -> None:
     assert prompts[1] == prompts[0][8:]
     assert [row["step"] for row in second.rows()] == list(range(6))
     assert second.rows()[-1]["rollouts/trained"] == 24
+
+
+def test_replay_trains_on_what_the_recorded_learner_recorded(tmp_path: Path) -> None:
+    """After a resume, too, though the versions that scored it are newer than the checkpoint."""
+    recorded = config(algorithm={"mismatch": "recorded"}).algorithm
+    source = FakeRun(tmp_path / "source", config().model_copy(update={"algorithm": recorded}))
+    source.run()
+    checkpoint = config(checkpoint={"every": 2}).checkpoint
+    cfg = replay(tmp_path / "source").model_copy(update={"checkpoint": checkpoint, "algorithm": recorded})
+    first = FakeRun(tmp_path / "replay", cfg)
+    first.learner.error_at = 5
+    with pytest.raises(ControlError):
+        first.run()
+    second = FakeRun(tmp_path / "replay", cfg, attempt=2, resume_step=4)
+    assert second.run() == "run ended"
+    assert not first.learner.scored and not second.learner.scored
+    again = first.learner.batches[:4] + second.learner.batches
+    for one, other in zip(source.learner.batches, again, strict=True):
+        members = [[t.recorded for g in batch.groups for t in g.trajectories] for batch in (one, other)]
+        assert same(*members)
+    FakeRun(tmp_path / "bare", config(train={"steps": 2})).run()
+    without = replay(tmp_path / "bare", steps=2).model_copy(update={"algorithm": recorded})
+    with pytest.raises(RunError, match='rollout.replay = .*bare: .*mismatch = "recorded"'):
+        FakeRun(tmp_path / "b", without).run()
 
 
 def test_replay_of_what_cannot_be_replayed_is_refused_by_name(tmp_path: Path) -> None:
