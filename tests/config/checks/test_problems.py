@@ -70,6 +70,8 @@ GOOD_LIMITS = [
         ("algorithm.opob_mode", "deferred"),
         ("algorithm.opob_accumulators", 2),
     ],
+    [("algorithm.mismatch", "recorded"), ("algorithm.mismatch_threshold", 1.0)],
+    [("algorithm.mismatch", "recorded"), ("algorithm.method", "mis"), ("algorithm.behavior_anchor", 0.1)],
     [("algorithm.method", "m2po"), ("algorithm.second_moment", 0.1)],
     [("algorithm.method", "m2po_clip"), ("algorithm.second_moment", 0.1)],
     [("algorithm.opob_weights", "truncated"), ("algorithm.opob_accumulator_dtype", "bfloat16")],
@@ -131,6 +133,13 @@ BAD = [
         [("algorithm.opob_accumulator_dtype", "bfloat16"), ("algorithm.opob_mode", "deferred")],
         'algorithm.opob_accumulator_dtype = "bfloat16"',
     ),
+    ([("algorithm.mismatch", "recorded"), ("algorithm.method", "grpo")], 'algorithm.mismatch = "recorded"'),
+    ([("algorithm.mismatch", "recorded"), ("algorithm.is_level", "token")], 'algorithm.mismatch = "recorded"'),
+    (
+        [("algorithm.mismatch", "recorded"), ("algorithm.mismatch_threshold", 0.9)],
+        "algorithm.mismatch_threshold = 0.9",
+    ),
+    ([("algorithm.mismatch_threshold", 3.0)], "algorithm.mismatch_threshold = 3.0"),
     ([("algorithm.ratio_low", 0.5)], "algorithm.ratio_low = 0.5"),
     (
         [
