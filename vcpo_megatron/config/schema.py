@@ -116,8 +116,8 @@ class AlgorithmConfig(Section):
     )
     mismatch: Literal["none", "recorded"] = Field(
         "none",
-        description="recorded: the learner scores every complete group itself, and the weight of an answer is that of "
-        "the lag since then; the difference to the servers is corrected token by token",
+        description="recorded: the learner scores every complete group itself; an answer's weight is that of the lag "
+        "since then, and the difference to the servers is corrected token by token (method.md)",
     )
     mismatch_threshold: float = Field(
         2.0,

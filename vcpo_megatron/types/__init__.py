@@ -3,8 +3,8 @@
 from .records import (
     Batch,
     Group,
+    LearnerRecord,
     PolicyVersion,
-    Recorded,
     StepResult,
     Trajectory,
     TrajectoryResult,
@@ -18,7 +18,7 @@ __all__ = [
     "Batch",
     "Group",
     "PolicyVersion",
-    "Recorded",
+    "LearnerRecord",
     "StepResult",
     "Trajectory",
     "TrajectoryResult",

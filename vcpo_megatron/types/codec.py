@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from .records import PolicyVersion, Recorded, Trajectory, Turn, VersionSpan
+from .records import LearnerRecord, PolicyVersion, Trajectory, Turn, VersionSpan
 
 #: Of the header of a blob, before it.
 _LENGTH = struct.Struct("<I")
@@ -73,7 +73,7 @@ def unpack_trajectories(packed: Sequence[Any], buffers: Sequence[Any]) -> list[T
             own, routed = experts[routed : routed + length], routed + length
         if version is not None:
             assert recorded is not None
-            learner = Recorded(PolicyVersion(*version), recorded[scored : scored + length])
+            learner = LearnerRecord(PolicyVersion(*version), recorded[scored : scored + length])
             scored += length
         found.append(
             Trajectory(

@@ -79,7 +79,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class LearnerRecord:
     """What the learner itself gave a trajectory's tokens when its group was complete: float32 [L], the log-probs of
     ``version`` at the sampling temperature, 0.0 and without meaning where ``loss_mask`` is False."""
 
@@ -110,7 +110,7 @@ class Trajectory:
     reward: float
     info: Mapping[str, float] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None
-    recorded: Recorded | None = None
+    recorded: LearnerRecord | None = None
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -196,7 +196,9 @@ class Group:
         """The group with what ``version`` gave its tokens: float32, one trajectory after another."""
         ends = np.cumsum([len(trajectory.tokens) for trajectory in self.trajectories])
         parts = np.split(logprobs, ends[:-1])
-        members = [replace(t, recorded=Recorded(version, own)) for t, own in zip(self.trajectories, parts, strict=True)]
+        members = [
+            replace(t, recorded=LearnerRecord(version, own)) for t, own in zip(self.trajectories, parts, strict=True)
+        ]
         return replace(self, trajectories=tuple(members))
 
     @property

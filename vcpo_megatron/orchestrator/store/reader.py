@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...run.text import encodable
-from ...types import Group, Recorded, Trajectory
+from ...types import Group, LearnerRecord, Trajectory
 from .records import experts_of, heldout_trajectory_of, recorded_of, trajectory_of
 from .schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, WORKER_ENDED, StoreError, store_errors
 
@@ -214,7 +214,7 @@ class StoreReader:
         rows = self._rows("SELECT * FROM routing WHERE group_id = ? AND sample_index = ?", (group_id, sample_index))
         return experts_of(rows[0], str(self._path)) if rows else None
 
-    def _recorded(self, group_id: int, sample_index: int) -> Recorded | None:
+    def _recorded(self, group_id: int, sample_index: int) -> LearnerRecord | None:
         rows = self._rows("SELECT * FROM recorded WHERE group_id = ? AND sample_index = ?", (group_id, sample_index))
         return recorded_of(rows[0], str(self._path)) if rows else None
 

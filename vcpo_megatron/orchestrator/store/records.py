@@ -16,7 +16,7 @@ import numpy as np
 
 from ...rollout.client.protocol import GenerateResult, Span
 from ...run.text import encodable
-from ...types import PolicyVersion, Recorded, Trajectory
+from ...types import LearnerRecord, PolicyVersion, Trajectory
 from ...types.codec import from_blob, pack_array, pack_trajectories, to_blob, unpack_array, unpack_trajectories
 from .schema import StoreError
 
@@ -53,7 +53,7 @@ def sample_row(trajectory: Trajectory) -> tuple[Any, ...]:
 
 
 def trajectory_of(
-    row: Any, where: str, *, experts: np.ndarray | None = None, recorded: Recorded | None = None
+    row: Any, where: str, *, experts: np.ndarray | None = None, recorded: LearnerRecord | None = None
 ) -> Trajectory:
     """Inverse of ``sample_row``, with the ``experts`` and the ``recorded`` log-probs that were kept beside it;
     StoreError naming the trajectory and ``where`` when a bit has changed."""
@@ -95,7 +95,7 @@ def recorded_row(trajectory: Trajectory) -> tuple[Any, ...] | None:
     return _row(columns, to_blob(header, buffers))
 
 
-def recorded_of(row: Any, where: str) -> Recorded:
+def recorded_of(row: Any, where: str) -> LearnerRecord:
     """Inverse of ``recorded_row``; StoreError naming the trajectory and ``where`` when a bit has changed."""
     if not _is_whole(row, ("group_id", "sample_index", "version")):
         raise StoreError(
@@ -103,7 +103,7 @@ def recorded_of(row: Any, where: str) -> Recorded:
             "restore the file from a copy or start a new run"
         )
     (version, logprobs), buffers = from_blob(row["content"])
-    return Recorded(PolicyVersion(*version), unpack_array(logprobs, buffers))
+    return LearnerRecord(PolicyVersion(*version), unpack_array(logprobs, buffers))
 
 
 def answers_row(group_id: int, sample_index: int, answers: Sequence[Answer]) -> tuple[Any, ...]:
