@@ -88,7 +88,7 @@ class Policy:
         """Set advantages by OPOB from materialised gradients, over the standard deviation; returns the norms |g_i|."""
         norms = []
         for s in self.samples:
-            weight = s.of_tokens if sequence else (s.logp - s.mu).detach().exp().clamp(max=8.0)
+            weight = s.of_tokens * (1.0 if sequence else (s.logp - s.base).detach().exp().clamp(max=8.0))
             grads = self.gradient(s.coefficient * (weight * s.logp).sum())
             norms.append(math.sqrt(sum(float((g**2).sum()) for g in grads.values())))
         for s, norm in zip(self.samples, norms, strict=True):
@@ -207,7 +207,7 @@ OBJECTIVES: dict[str, tuple[str, bool, str, Callable[[Sequence[Sample]], Callabl
         "group_mean",
         True,
         "sequence_token_mean",
-        lambda _: lambda s: _ratio(s).detach().clamp(max=8.0) * s.advantage * s.logp,
+        lambda _: lambda s: (s.logp - s.base).detach().exp().clamp(max=8.0) * s.of_tokens * s.advantage * s.logp,
     ),
     "tis_sequence": ("group_mean", True, "sequence_token_mean", lambda _: sequence_weighted),
     "vcpo_ess_only": ("group_mean", True, "sequence_token_mean", lambda _: sequence_weighted),

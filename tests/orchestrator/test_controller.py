@@ -501,6 +501,7 @@ def test_a_group_is_scored_by_the_learner_before_it_is_trained(tmp_path: Path, l
     with RolloutStore(tmp_path / "rollouts.sqlite") as store:
         for batch in run.learner.batches:
             assert same(store.groups_trained_at(batch.step), list(batch.groups))
+    assert all(0 <= row["time/score"] <= row["time/wait_batch"] for row in run.rows())
     assert lag == 0 or max(run.staleness()) > 0
 
 

@@ -352,6 +352,13 @@ METRICS: Mapping[str, Metric] = {
         healthy="near 0",
         otherwise="servers are the slower side: more of them, or a larger `staleness.max_staleness`",
     ),
+    "time/score": Metric(
+        'the learner scored complete groups, a part of time/wait_batch; only with algorithm.mismatch = "recorded"',
+        unit="s",
+        reducer="sum",
+        healthy="a third of `time/forward_backward`, or less",
+        otherwise="groups come one by one: fewer and larger ones (`train.group_size`) fill the learner's ranks better",
+    ),
     "time/forward_backward": Metric(
         "forward and backward of all micro-batches",
         unit="s",

@@ -71,6 +71,7 @@ GOOD_LIMITS = [
         ("algorithm.opob_accumulators", 2),
     ],
     [("algorithm.mismatch", "recorded"), ("algorithm.mismatch_threshold", 1.0)],
+    [("algorithm.mismatch", "recorded"), ("algorithm.is_level", "token")],
     [("algorithm.mismatch", "recorded"), ("algorithm.method", "mis"), ("algorithm.behavior_anchor", 0.1)],
     [("algorithm.method", "m2po"), ("algorithm.second_moment", 0.1)],
     [("algorithm.method", "m2po_clip"), ("algorithm.second_moment", 0.1)],
@@ -134,7 +135,15 @@ BAD = [
         'algorithm.opob_accumulator_dtype = "bfloat16"',
     ),
     ([("algorithm.mismatch", "recorded"), ("algorithm.method", "grpo")], 'algorithm.mismatch = "recorded"'),
-    ([("algorithm.mismatch", "recorded"), ("algorithm.is_level", "token")], 'algorithm.mismatch = "recorded"'),
+    ([("algorithm.mismatch", "recorded"), ("algorithm.method", "icepop")], 'algorithm.mismatch = "recorded"'),
+    (
+        [
+            ("algorithm.mismatch", "recorded"),
+            ("algorithm.is_level", "none"),
+            ("algorithm.allow_uncorrected", True),
+        ],
+        'algorithm.mismatch = "recorded"',
+    ),
     (
         [("algorithm.mismatch", "recorded"), ("algorithm.mismatch_threshold", 0.9)],
         "algorithm.mismatch_threshold = 0.9",

@@ -96,6 +96,8 @@ for _name, _ranks, _keys, _parallel in (
     ("cp2 ", 2, {}, {"context": 2}),
     ("two_pass dp2 ", 2, {"opob_mode": "two_pass"}, {}),
     ("vcpo_ess_only ", 1, {"method": "vcpo_ess_only"}, {}),
+    ("token weights ", 1, {"is_level": "token"}, {}),
+    ("deferred token weights cp2 ", 2, {"is_level": "token", "opob_mode": "deferred"}, {"context": 2}),
 ):
     _keys = {**_keys, "mismatch": "recorded", "mismatch_threshold": 1.05}
     CASES[f"{_name}recorded anchored"] = Case(_ranks, _keys, _parallel, pack=1000, anchor=0.5)
@@ -148,6 +150,7 @@ DEFAULT = (
     "rewards of 3e-12 without std",
     "tp2 anchored",
     "recorded anchored",
+    "token weights recorded anchored",
     "token_mean opob",
     "sequence_token_sum opob whole groups dp2",
     "constant plain dp2",

@@ -29,12 +29,11 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
             f'algorithm.is_level = "{algorithm.is_level}": method = "{algorithm.method}" weighs ratios in its own '
             "way; remove is_level"
         )
-    if algorithm.mismatch == "recorded" and not (preset.linear and preset.is_level == "sequence"):
+    bands = preset.weights == "band"
+    if algorithm.mismatch == "recorded" and (bands or not preset.linear or preset.is_level == "none"):
         named = f'method = "{algorithm.method}"' if algorithm.is_level is None else f'is_level = "{algorithm.is_level}"'
-        yield (
-            f'algorithm.mismatch = "recorded": {named} has no weight of a whole answer to split into lag and mismatch; '
-            'use mismatch = "none", or a method with is_level = "sequence" (vcpo and its kin)'
-        )
+        why = "masks tokens by their whole ratio" if bands else "has no weight to split into lag and mismatch"
+        yield f'algorithm.mismatch = "recorded": {named} {why}; use mismatch = "none", or vcpo or one of its kin'
     if algorithm.mismatch_threshold < 1:
         yield (
             f"algorithm.mismatch_threshold = {algorithm.mismatch_threshold}: every token's ratio would be cut, 1, that "

@@ -1,7 +1,7 @@
 """What the trajectories and tokens of one batch are multiplied by: numbers only, no model, no ranks.
 
     linear methods   v_t w_i (R_i - b_i)/std + a          v_t token weight or 1, w_i sequence weight or 1
-    with a record    c_t w_i (R_i - b_i)/std + a          w_i of the lag alone, c_t the mismatch's truncated ratio
+    with a record    c_t v_t w_i (R_i - b_i)/std + a      w_i and v_t of the lag alone, c_t the mismatch's cut ratio
     other methods    surrogate(ratios, (R_i - b_i)/std)_t + a
 
 Samples of zero-variance groups get 0, but for a surrogate of the whole batch, which sees them with advantage 0. a is
@@ -66,14 +66,15 @@ class Objective:
         return self._log_weights(log_ratio).exp()
 
     def token_weights(self, pack: Pack, policy: Tensor) -> Tensor:
-        """v_t [T] of detached log-probs, or c_t of what was recorded; 1 where weights are not by token."""
-        if self.splits:
-            cap = self._algorithm.mismatch_threshold
-            return importance.mismatch_weights(self._recorded(pack), pack.behavior_logprobs, pack.mask, cap).to(policy)
-        if self.method.is_level != "token":
-            return torch.ones_like(policy)
-        ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
-        return importance.bounded_exp(self._log_weights(ratios)).to(policy.dtype)
+        """v_t [T] of detached log-probs, 1 where weights are not by token; with a record times c_t."""
+        weights = torch.ones_like(policy)
+        if self.method.is_level == "token":
+            weights = importance.bounded_exp(self._log_weights(self.log_ratios(pack, policy))).to(policy.dtype)
+        if not self.splits:
+            return weights
+        cap = self._algorithm.mismatch_threshold
+        recorded, behavior = self._recorded(pack), pack.behavior_logprobs
+        return weights * importance.mismatch_weights(recorded, behavior, pack.mask, cap).to(policy.dtype)
 
     def mean_weight(self, state: BatchState) -> float:
         """Mean of the batch's truncated weights: of trajectories, or of tokens where weights or ratios are theirs.
@@ -89,7 +90,7 @@ class Objective:
         return float(state.weight_sum.sum() / state.sampled_tokens.sum()) if self.method.corrected else 1.0
 
     def token_ratios(self, pack: Pack, policy: Tensor) -> Tensor:
-        """What ``mean_weight`` is the mean of: v_t or c_t, or the truncated ratio of a surrogate, [T]."""
+        """What ``mean_weight`` is the mean of: v_t, or the truncated ratio of a surrogate, [T]."""
         if self.method.linear:
             return self.token_weights(pack, policy)
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)

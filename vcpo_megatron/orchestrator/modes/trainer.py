@@ -73,6 +73,7 @@ class Trainer:
         self._last_step_s = 0.0
         self._step_ended = time.monotonic()
         self._skipped_in_a_row = 0
+        self._score_s = 0.0  # since the last row
         self._mismatch = MismatchWatch(config)
         self._weights = WeightWatch()
         self._learning = LearningWatch()
@@ -89,7 +90,10 @@ class Trainer:
     async def score(self, groups: Sequence[Group]) -> tuple[Group, ...]:
         """``groups`` with the log-probs that the learner, at the version that it holds, gives their tokens; not durable
         yet."""
-        return await self._link.score(Batch(self.version, tuple(groups)))
+        started = time.monotonic()
+        scored = await self._link.score(Batch(self.version, tuple(groups)))
+        self._score_s += time.monotonic() - started
+        return scored
 
     async def take(self, batch: Batch, *, may_go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
         """One optimizer step on ``batch``; None when it was aborted because of a stop. ControlError when the learner
@@ -135,6 +139,8 @@ class Trainer:
         now = time.monotonic()
         times = {"time/step": now - self._step_ended, "time/wait_batch": wait_s, **sync}
         self._step_ended = now
+        if self._config.algorithm.mismatch == "recorded":
+            times["time/score"], self._score_s = self._score_s, 0.0
         row = step_row(batch, result, counts, times)
         if self.pacer is not None:
             row["staleness/admitted"] = self.pacer.lag
