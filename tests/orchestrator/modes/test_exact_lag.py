@@ -11,15 +11,20 @@ import numpy as np
 import pytest
 
 from tests.orchestrator.fake_run import FakeClient, FakeEnvironment, FakeRun, config, fake_fleet
+from tests.orchestrator.ledgers import AtOnce, now
+from tests.orchestrator.store.test_store import sample_group
 from tests.transport.samples import same
 from vcpo_megatron.orchestrator.modes.exact_lag import Rounds, sampling_seed
+from vcpo_megatron.orchestrator.modes.replay import Replay
+from vcpo_megatron.orchestrator.store.ledger import GroupLedger
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.rollout.client.http import ServerUnavailable
 from vcpo_megatron.rollout.client.protocol import ImpossibleLogprobs, SamplingParams, Span
 from vcpo_megatron.rollout.fleet.fleet import FleetError
 from vcpo_megatron.run.notifier import Notifier
-from vcpo_megatron.run.tasks import RunError, run_beside
+from vcpo_megatron.run.tasks import RunError, StopRequest, run_beside
 from vcpo_megatron.transport.messages import ControlError
-from vcpo_megatron.types import PolicyVersion
+from vcpo_megatron.types import Batch, PolicyVersion
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -349,7 +354,6 @@ def test_replay_ends_with_the_recording_and_resumes(tmp_path: Path) -> None:
 
 
 def test_replay_trains_on_what_the_recorded_learner_recorded(tmp_path: Path) -> None:
-    """After a resume, too, though the versions that scored it are newer than the checkpoint."""
     recorded = config(algorithm={"mismatch": "recorded"}).algorithm
     source = FakeRun(tmp_path / "source", config().model_copy(update={"algorithm": recorded}))
     source.run()
@@ -370,6 +374,33 @@ def test_replay_trains_on_what_the_recorded_learner_recorded(tmp_path: Path) -> 
     without = replay(tmp_path / "bare", steps=2).model_copy(update={"algorithm": recorded})
     with pytest.raises(RunError, match='rollout.replay = .*bare: .*mismatch = "recorded"'):
         FakeRun(tmp_path / "b", without).run()
+
+
+def test_replay_takes_records_again_that_a_resume_has_undone(tmp_path: Path) -> None:
+    """Version 3 scored what version 0 had sampled: a resume from the start keeps the samples, not the record."""
+    with RolloutStore(tmp_path / "source.sqlite") as recorded, RolloutStore(tmp_path / "own.sqlite") as own:
+        for store in (recorded, own):
+            sample_group(store, 0)
+            (group,) = store.complete_groups()
+            store.record(group.with_recorded(PolicyVersion(1, 3), -np.arange(10, dtype=np.float32)))
+        recorded.mark_trained(0, [], [0], [0])
+        ledger = GroupLedger.resumed(AtOnce(own), own.resume(0), recorded=True)
+        assert not ledger.live[0].complete
+        taken: list[Batch] = []
+
+        class Once:
+            version = 0
+
+            async def take(self, batch: Batch) -> None:
+                taken.append(batch)
+
+            async def checkpoint(self) -> None: ...
+
+            async def end(self) -> None: ...
+
+        now(Replay(recorded, Once(), ledger, steps=1).run(StopRequest()))  # type: ignore[arg-type]
+        assert same(list(taken[0].groups), recorded.groups_trained_at(0))
+        assert same(own.complete_groups(), recorded.groups_trained_at(0)) and ledger.live[0].complete
 
 
 def test_replay_of_what_cannot_be_replayed_is_refused_by_name(tmp_path: Path) -> None:
