@@ -342,6 +342,7 @@ class FakeLearner(threading.Thread):
         self.version = PolicyVersion(context.attempt, context.resume_step or 0)
         self.batches: list[Batch] = []
         self.scored: list[int] = []
+        self.asked_for: list[int] = []  # groups to score at a time
         self.at_score: Callable[[list[int]], None] = lambda groups: None
         self.score_error_from: int | None = None
         self.checkpoints: list[int] = []
@@ -430,6 +431,7 @@ class FakeLearner(threading.Thread):
             client.send(Error("learner rank 0", "CUDA out of memory"))
             return
         self.at_score([group.group_id for group in batch.groups])
+        self.asked_for.append(len(batch.groups))
         self.scored += [group.group_id for group in batch.groups]
         client.send(GroupsScored(self.version, score_of(batch.groups, self.version)))
 

@@ -495,6 +495,7 @@ def test_a_group_is_scored_by_the_learner_before_it_is_trained(tmp_path: Path, l
     check_recorded(run)
     trained = [group.group_id for batch in run.learner.batches for group in batch.groups]
     assert sorted(run.learner.scored) == sorted(trained)  # once, and nothing else
+    assert max(run.learner.asked_for) == 2  # groups of a batch, however many wait
     ages = [row["mismatch/versions"] for row in run.rows()]
     assert all(0 <= age <= row["staleness/token_mean"] for age, row in zip(ages, run.rows(), strict=True))
     assert lag > 0 or set(ages) == {0.0}

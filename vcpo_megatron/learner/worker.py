@@ -2,8 +2,8 @@
 
     orchestrator <--control socket--> rank 0 --broadcast of every message--> all ranks
 
-The loop (all ranks)    consumes: commands      produces: StepDone, WeightsReady, CheckpointDone, ProbeResult,
-                                              GroupsScored
+The loop (all ranks)    consumes: commands
+                        produces: StepDone, WeightsReady, CheckpointDone, ProbeResult, GroupsScored
                         waits for: rank 0's next broadcast; rank 0 for the orchestrator
                         unblocked by: a message, or rank 0's idle command every few seconds (so that a
                         silent orchestrator never lets a collective run into its deadline)

@@ -381,7 +381,8 @@ class Controller:
                 await self._changes.wait()
                 continue
             if unscored := ledger.unscored():
-                await self._stop.unless_made(score(unscored))
+                # a batch's worth at a time: what a step is made of fits the learner's memory, and a message
+                await self._stop.unless_made(score(unscored[: self._config.train.groups_per_step]))
                 continue
             poll = batcher.poll()
             for group_id in poll.expired:
