@@ -81,7 +81,7 @@ METRIC_HEADER = "| metric | unit | of | meaning | healthy | otherwise |\n|---|--
 METRIC_SECTIONS: dict[str, tuple[str, str]] = {
     "Where the run is": ("", "step policy_version step/skipped"),
     "Is it learning": ("", "loss reward/ eval/ entropy experts/ groups/ kl/reference"),
-    "How far off-policy": ("", "ess/ bound/ lr/ weight/ kl/behavior kl/behavior_trajectory mismatch/"),
+    "How far off-policy": ("", "ess/ bound/ lr/ weight/ kl/behavior kl/behavior_trajectory mismatch/ lag/"),
     "Gradient and baseline": ("", "grad_norm/ baseline/"),
     "Staleness": ("", "staleness/"),
     "Where trajectories are": (

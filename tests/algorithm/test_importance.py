@@ -10,6 +10,7 @@ import torch
 from vcpo_megatron.algorithm.importance import (
     log_ratios,
     masked_log_weights,
+    mismatch_weights,
     segment_max,
     segment_sum,
     threshold_growth,
@@ -168,3 +169,12 @@ def test_the_mask_comes_before_exp_and_log_ratios_are_never_weights_in_between()
     mask = torch.tensor([True, True, True, False, False, False])
     found = token_log_ratios(policy, behavior, mask).tolist()
     assert found[:2] == [2000.0, -1999.0] and found[2] != found[2] and found[3:] == [0.0, 0.0, 0.0]
+
+
+def test_mismatch_weights_are_ratios_of_the_record_to_the_behaviour_up_to_a_cap():
+    recorded = torch.log(torch.tensor([0.5, 0.4, 0.1, 0.3, 0.9]))
+    behavior = torch.log(torch.tensor([0.25, 0.1, 0.2, math.nan, 1e-30]))
+    mask = torch.tensor([True, True, True, False, True])
+    found = mismatch_weights(recorded, behavior, mask, 3.0)
+    assert found.dtype == torch.float64 and found.tolist() == pytest.approx([2.0, 3.0, 0.5, 1.0, 3.0], rel=1e-6)
+    assert math.isfinite(mismatch_weights(recorded, behavior, mask, math.inf)[-1])

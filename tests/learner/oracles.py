@@ -29,6 +29,8 @@ class Sample:
     reward: float
     score_squares: Tensor  # |d log pi_t / d logits|^2
     turn: Tensor  # number of the turn of each of these tokens
+    base: Tensor  # what l counts from: log mu, or what the learner recorded
+    of_tokens: Tensor  # truncated ratio of the record to mu, 1 without a record
     advantage: float = 0.0
     coefficient: float = 0.0
 
@@ -36,7 +38,8 @@ class Sample:
 class Policy:
     """A model in fp64 and the samples of a batch under it."""
 
-    def __init__(self, folder: Path, batch: Batch, temperature: float = 0.9) -> None:
+    def __init__(self, folder: Path, batch: Batch, temperature: float = 0.9, cap: float = 2.0) -> None:
+        self._cap = cap
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         self.model.config._experts_implementation = "eager"  # the grouped one has no fp64
         self.parameters = dict(self.model.named_parameters())
@@ -54,8 +57,10 @@ class Policy:
         squares = ((chosen - logs.detach().exp()) / temperature).square().sum(-1)[mask]
         mu = torch.tensor(t.behavior_logprobs[1:]).double()[mask]
         positions = [p for p in range(len(t.tokens)) if t.loss_mask[p]]
-        turn = [next(u for u, s in enumerate(t.turns) if s.start <= p < s.end) for p in positions]
-        return Sample(logp, entropy, mu, group, t.reward, squares, torch.tensor(turn))
+        turn = torch.tensor([next(u for u, s in enumerate(t.turns) if s.start <= p < s.end) for p in positions])
+        base = mu if t.recorded is None else torch.tensor(t.recorded.logprobs[1:]).double()[mask]
+        of_tokens = (base - mu).exp().clamp(max=self._cap)
+        return Sample(logp, entropy, mu, group, t.reward, squares, turn, base, of_tokens)
 
     def gradient(self, loss: Tensor) -> dict[str, Tensor]:
         grads = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=True)
@@ -97,11 +102,11 @@ class Policy:
         """
         norms = []
         for s in self.samples:
-            weight = 1.0 if weigh is None else weigh(s)
+            weight = s.of_tokens * (1.0 if weigh is None else weigh(s))
             grads = self.gradient(s.coefficient * (weight * s.logp).sum())
             norms.append(math.sqrt(sum(float((g**2).sum()) for g in grads.values())))
         for s, norm in zip(self.samples, norms, strict=True):
-            log_u = min(float((s.logp - s.mu).detach().sum()), math.log(bound(s))) if weigh is None else 0.0
+            log_u = min(float((s.logp - s.base).detach().sum()), math.log(bound(s))) if weigh is None else 0.0
             s.log_share = 2 * log_u + 2 * math.log(norm)  # type: ignore[attr-defined]
         for group in self.groups():
             rewards = np.array([s.reward for s in group])
@@ -116,13 +121,13 @@ class Policy:
 
     def ess(self) -> float:
         """Of raw trajectory weights, over their number."""
-        ratios = torch.stack([(s.logp - s.mu).sum().detach() for s in self.samples])
+        ratios = torch.stack([(s.logp - s.base).sum().detach() for s in self.samples])
         weights = (ratios - ratios.max()).exp()
         return float(weights.sum() ** 2 / weights.square().sum()) / len(weights)
 
     def lag_kl(self) -> tuple[float, float]:
         """mean(w - 1 - log w) of trajectory weights, cut at 8, and the mean of -log mu of a trajectory."""
-        logs = [min(float((s.logp - s.mu).detach().sum()), math.log(8.0)) for s in self.samples]
+        logs = [min(float((s.logp - s.base).detach().sum()), math.log(8.0)) for s in self.samples]
         kl = sum(math.exp(x) - 1 - x for x in logs) / len(logs)
         return kl, -sum(float(s.mu.sum()) for s in self.samples) / len(logs)
 
@@ -134,8 +139,8 @@ class Policy:
 
 def sequence_weighted(s: Sample, length: float = math.inf) -> Tensor:
     """``length``: from which on the truncation at 8 grows."""
-    weight = min(math.exp((s.logp - s.mu).detach().sum()), grown(len(s.logp), length))
-    return weight * s.advantage * s.logp
+    weight = min(math.exp((s.logp - s.base).detach().sum()), grown(len(s.logp), length))
+    return weight * s.of_tokens * s.advantage * s.logp
 
 
 def grown(tokens: int, length: float) -> float:
@@ -144,12 +149,12 @@ def grown(tokens: int, length: float) -> float:
 
 
 def token_weights(s: Sample) -> Tensor:
-    return (s.logp - s.mu).detach().exp().clamp(max=8.0)
+    return (s.logp - s.base).detach().exp().clamp(max=8.0)
 
 
 def turn_weights(s: Sample, length: float = math.inf) -> Tensor:
     """Of each token that of its turn, one turn after another."""
-    logs, found = (s.logp - s.mu).detach().tolist(), []
+    logs, found = (s.logp - s.base).detach().tolist(), []
     for turn in s.turn.tolist():
         own = [log for log, other in zip(logs, s.turn.tolist(), strict=True) if other == turn]
         found.append(min(math.exp(math.fsum(own)), grown(len(own), length)))
@@ -186,8 +191,8 @@ def _asymmetric(s: Sample) -> Tensor:
 
 
 def _mis(s: Sample) -> Tensor:
-    log = float((s.logp - s.mu).sum())
-    return (math.exp(log) if log <= math.log(8.0) else 0.0) * s.advantage * s.logp
+    log = float((s.logp - s.base).sum())
+    return (math.exp(log) if log <= math.log(8.0) else 0.0) * s.of_tokens * s.advantage * s.logp
 
 
 def _icepop(s: Sample) -> Tensor:
@@ -273,7 +278,7 @@ OBJECTIVES: dict[str, tuple[str, bool, str, Callable[[Sequence[Sample]], Callabl
         "group_mean",
         True,
         "sequence_token_mean",
-        lambda _: lambda s: _ratio(s).detach().clamp(max=8.0) * s.advantage * s.logp,
+        lambda _: lambda s: token_weights(s) * s.of_tokens * s.advantage * s.logp,
     ),
     "tis_sequence": ("group_mean", True, "sequence_token_mean", lambda _: sequence_weighted),
     "vcpo_ess_only": ("group_mean", True, "sequence_token_mean", lambda _: sequence_weighted),

@@ -15,7 +15,8 @@ from .world import leave_layout
 
 
 def one_step_each(cases: list[tuple[RunConfig, list[Batch]]]) -> list[dict[str, Any]]:
-    """For each case: results of the steps, gradients of the last one and parameters after it (HF names)."""
+    """For each case: results of the steps, gradients of the last one and parameters after it (HF names); where the run
+    records log-probs, those of the first batch before it."""
     return steps_from_other_weights([(config, None, batches) for config, batches in cases])
 
 
@@ -47,12 +48,19 @@ def steps_from_other_weights(cases: list[tuple[RunConfig, Any, list[Batch]]]) ->
             return optimizer_step()
 
         trainable.optimizer.step = watched
+        recorded = step.record(batches[0]) if config.algorithm.mismatch == "recorded" else None
         for batch in batches:
             results.append(step.run(batch, PolicyVersion(1, batch.step + 1)))
         parameters = {k: v.clone() for k, v in gatherer.gather()}
         accumulators = torch.tensor([step.accumulators], dtype=torch.float64)
         outcomes.append(
-            {"results": results, "gradients": gradients, "parameters": parameters, "accumulators": accumulators}
+            {
+                "results": results,
+                "gradients": gradients,
+                "parameters": parameters,
+                "accumulators": accumulators,
+                "recorded": recorded,
+            }
         )
         leave_layout()
     return outcomes

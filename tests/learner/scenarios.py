@@ -186,6 +186,20 @@ def make_batch(
     return Batch(step, tuple(groups))
 
 
+def with_record(batch: Batch, spread: float = 0.5) -> Batch:
+    """The batch, scored by the version of its step: what the learner gave each token is the behaviour's plus noise, so
+    that lag and mismatch are of one size."""
+    generator = np.random.default_rng(batch.step + 1)
+    groups = []
+    for group in batch.groups:
+        behavior = np.concatenate([t.behavior_logprobs for t in group.trajectories])
+        sampled = np.concatenate([t.loss_mask for t in group.trajectories])
+        noise = np.concatenate([np.full(len(t.tokens), spread / np.sqrt(t.num_sampled)) for t in group.trajectories])
+        recorded = np.where(sampled, behavior + generator.normal(0, noise), 0.0).astype(np.float32)
+        groups.append(group.with_recorded(PolicyVersion(1, batch.step), recorded))
+    return replace(batch, groups=tuple(groups))
+
+
 def _spans(start: int, end: int, step: int) -> tuple[VersionSpan, ...]:
     """The first third of a longer answer was sampled by an older version than that of step ``step``."""
     old = start + (end - start) // 3
@@ -224,6 +238,8 @@ class Oracle:
 
     loss: float
     log_ratios: torch.Tensor
+    drift: torch.Tensor  # sum of (what was recorded - log mu) of each trajectory, 0 without a record
+    logprobs: torch.Tensor  # of every sampled token
     mismatch: torch.Tensor  # |log pi - log mu| of every token that the version before the step sampled
     noise: torch.Tensor  # log pi - log mu of the same
     lengths: torch.Tensor  # sampled tokens of every trajectory
@@ -243,7 +259,7 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
     names = {n: p for n, p in model.named_parameters()}
     rows = [(g, t) for g, group in enumerate(batch.groups) for t in group.trajectories]
     n = len(rows)
-    ratios, grads, scaled, noise, entropies, lengths = [], [], [], [], [], []
+    ratios, grads, scaled, noise, entropies, lengths, drift, logprobs = [], [], [], [], [], [], [], []
     for _, t in rows:
         ids = torch.tensor(t.tokens[None].astype(np.int64))
         if t.routed_experts is not None:
@@ -252,12 +268,19 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
         logp = logs.gather(1, ids[0, 1:, None])[:, 0]
         mask = torch.tensor(t.loss_mask[1:])
         entropies += (-(logs.exp() * logs).sum(-1)[mask]).tolist()
-        ratios.append((logp[mask] - torch.tensor(t.behavior_logprobs[1:]).double()[mask]).sum().item())
+        behavior = torch.tensor(t.behavior_logprobs[1:]).double()
+        base, of_tokens = behavior, torch.ones_like(logp)
+        if config.algorithm.mismatch == "recorded":
+            base = torch.tensor(t.recorded.logprobs[1:]).double()
+            of_tokens = (base - behavior).exp().clamp(max=config.algorithm.mismatch_threshold)
+        drift.append(float((base - behavior)[mask].sum()))
+        logprobs += logp[mask].tolist()
+        ratios.append((logp - base)[mask].sum().item())
         current = [turn.spans[-1].start for turn in t.turns][-1]  # no tokens after the last span of the last turn
-        apart = logp - torch.tensor(t.behavior_logprobs[1:]).double()
+        apart = logp - behavior
         noise += apart[current - 1 :][mask[current - 1 :]].tolist()
         lengths.append(float(mask.sum()))
-        mean = logp[mask].sum() / mask.sum() / n
+        mean = (of_tokens * logp)[mask].sum() / mask.sum() / n
         scaled.append(mean.item())
         grads.append(torch.autograd.grad(mean, list(names.values())))
     log_ratios = torch.tensor(ratios, dtype=torch.float64)
@@ -297,6 +320,8 @@ def oracle_step(model_folder: Path, batch: Batch, config: RunConfig) -> Oracle:
     return Oracle(
         loss,
         log_ratios,
+        torch.tensor(drift, dtype=torch.float64),
+        torch.tensor(logprobs, dtype=torch.float64),
         apart.abs(),
         apart,
         torch.tensor(lengths, dtype=torch.float64),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.observability.metrics import METRICS
 from vcpo_megatron.types import Batch
 
-from .scenarios import Oracle, make_batch, make_config, make_model_folder, oracle_step
+from .scenarios import Oracle, make_batch, make_config, make_model_folder, oracle_step, with_record
 from .world import run_world
 
 ONE_STEP = "learner.run_layouts:one_step_each"
@@ -223,6 +224,51 @@ def assert_equals_the_oracle(outcome: dict[str, Any], oracle: Oracle) -> None:
         # Adam's first step moves by lr g / (|g| + eps): the noise of g, 1e-5 of the largest, is worth lr / eps of it
         difference = (parameter.double() - oracle.parameters[key]).abs()
         assert float(difference.max()) < 1e-4 * largest and float(difference.mean()) < 1e-6, key
+
+
+RECORDED: dict[str, Case] = {
+    "single": Case(1),
+    "single deferred": Case(1, sections=DEFERRED),
+    "single two-pass": Case(1, sections=TWO_PASS),
+    "tp2": Case(2, {"tensor": 2}),
+    "tp2 sp tied": Case(2, SP, tied=True),
+    "pp2": Case(2, {"pipeline": 2}),
+    "pp2 vpp2 tied deferred": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, tied=True, sections=DEFERRED),
+    "cp2": Case(2, {"context": 2}),
+    "cp2 tied two-pass": Case(2, {"context": 2}, tied=True, sections=TWO_PASS),
+    "dp2": Case(2),
+    "dp2 overlapped deferred": Case(2, sections={**OVERLAPPED, **DEFERRED}),
+    "moe ep2": Case(2, {"expert": 2}, "moe"),
+    "moe ep2 allgather": Case(2, {"expert": 2, "expert_dispatcher": "allgather"}, "moe"),
+    "moe cp2 ep2": Case(2, {"context": 2, "expert": 2}, "moe"),
+}
+#: So low that many tokens of the batch are beyond it.
+RECORD = {"mismatch": "recorded", "mismatch_threshold": 1.05}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", matrix(RECORDED, ("single",)))
+def test_a_step_with_recorded_logprobs_equals_the_oracle(
+    name: str, models: dict[tuple[str, bool], Path], batches: dict[tuple[str, bool], Batch]
+) -> None:
+    """l counts from what the learner recorded, and tokens carry the truncated ratio of it to the behaviour; and what
+    the learner records is what the oracle's model says."""
+    case = RECORDED[name]
+    model, batch = models[case.family, case.tied], with_record(batches[case.family, case.tied])
+    algorithm = {**case.sections.get("algorithm", {}), **RECORD}
+    config = make_config(model, case.ranks, parallel=case.parallel, **{**case.sections, "algorithm": algorithm})
+    (outcome,) = run_world(case.ranks, ONE_STEP, {"cases": [(config, [batch])]})
+    oracle = oracle_step(model, batch, config)
+    assert_equals_the_oracle(outcome, oracle)
+    metrics = outcome["results"][0].metrics
+    assert metrics["lag/spread"] == pytest.approx(float(oracle.log_ratios.std(correction=0)), rel=1e-5)
+    assert metrics["mismatch/spread"] == pytest.approx(float(oracle.drift.std(correction=0)), rel=1e-5)
+    whole = float((oracle.log_ratios + oracle.drift).sum())
+    assert metrics["kl/behavior"] == pytest.approx(-whole / len(oracle.logprobs), rel=1e-4)
+    assert 0.2 < float(oracle.drift.std()) < 2 and 0.2 < float(oracle.log_ratios.std()) < 2
+    sampled = np.concatenate([t.loss_mask for group in batch.groups for t in group.trajectories])
+    assert outcome["recorded"].dtype == np.float32 and (outcome["recorded"][~sampled] == 0).all()
+    np.testing.assert_allclose(outcome["recorded"][sampled], oracle.logprobs.numpy(), rtol=0, atol=2e-5)
 
 
 #: CP ranks by layout.

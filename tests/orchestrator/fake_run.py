@@ -44,11 +44,13 @@ from vcpo_megatron.transport.messages import (
     Checkpoint,
     CheckpointDone,
     Error,
+    GroupsScored,
     Heartbeat,
     Hello,
     Loaded,
     Probe,
     ProbeResult,
+    ScoreGroups,
     SendWeights,
     StepAborted,
     StepDone,
@@ -58,7 +60,7 @@ from vcpo_megatron.transport.messages import (
     WeightsReady,
     WeightsSent,
 )
-from vcpo_megatron.types import Batch, PolicyVersion, StepResult, TrajectoryResult
+from vcpo_megatron.types import Batch, Group, PolicyVersion, StepResult, TrajectoryResult
 from vcpo_megatron.weight_sync.probe import probe_tokens
 
 VOCABULARY = 50
@@ -322,8 +324,16 @@ def bucket_texts(version: PolicyVersion) -> tuple[bytes, bytes]:
     return f"a{version}".encode(), f"b{version}".encode()
 
 
+def score_of(groups: Sequence[Group], version: PolicyVersion) -> np.ndarray:
+    """What the learner gives the groups' tokens: of every version other numbers."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    own = [np.where(t.loss_mask, t.behavior_logprobs - 0.01 * version.number, 0.0) for t in trajectories]
+    return np.concatenate(own).astype(np.float32)
+
+
 class FakeLearner(threading.Thread):
-    """Learner rank 0. ``batches`` is what it trained on. ``at_step(step)`` is called in its thread before a step."""
+    """Learner rank 0. ``batches`` is what it trained on, ``scored`` ids of the groups that it scored. In its thread
+    ``at_step(step)`` is called before a step, and ``at_score(group ids)`` before groups are scored."""
 
     def __init__(self, context: ProcessContext, *, step_s: float = 0.0) -> None:
         super().__init__(daemon=True)
@@ -331,6 +341,10 @@ class FakeLearner(threading.Thread):
         self.step_s = step_s
         self.version = PolicyVersion(context.attempt, context.resume_step or 0)
         self.batches: list[Batch] = []
+        self.scored: list[int] = []
+        self.asked_for: list[int] = []  # groups to score at a time
+        self.at_score: Callable[[list[int]], None] = lambda groups: None
+        self.score_error_from: int | None = None
         self.checkpoints: list[int] = []
         self.stopped: str | None = None
         self.errors: list[str] = []
@@ -404,12 +418,24 @@ class FakeLearner(threading.Thread):
                 client.send(ProbeResult((-message.tokens[1:] / 10).astype(np.float32)))
             case BatchReady():
                 self._step(client, message.batch)
+            case ScoreGroups():
+                self._score(client, message.batch)
             case Checkpoint():
                 self._checkpoint(client, message)
             case Stop():
                 self.stopped = message.reason
             case Error():
                 self.errors.append(message.message)
+
+    def _score(self, client: ControlClient, batch: Batch) -> None:
+        assert batch.step == self.version.number, (batch.step, self.version)
+        if self.score_error_from is not None and batch.step >= self.score_error_from:
+            client.send(Error("learner rank 0", "CUDA out of memory"))
+            return
+        self.at_score([group.group_id for group in batch.groups])
+        self.asked_for.append(len(batch.groups))
+        self.scored += [group.group_id for group in batch.groups]
+        client.send(GroupsScored(self.version, score_of(batch.groups, self.version)))
 
     def _step(self, client: ControlClient, batch: Batch) -> None:
         self.at_step(batch.step)

@@ -7,13 +7,16 @@ import json
 import re
 import sqlite3
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.messages import assert_names
-from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config, stopped_while_it_samples
+from tests.orchestrator.fake_run import FakeEnvironment, FakeRun, config, score_of, stopped_while_it_samples
+from tests.transport.samples import same
 from vcpo_megatron.orchestrator import controller as controller_module
 from vcpo_megatron.orchestrator.modes.metrics_log import MetricsLog
 from vcpo_megatron.orchestrator.modes.trainer import Trainer
@@ -26,6 +29,7 @@ from vcpo_megatron.run.directory import RunDirectory
 from vcpo_megatron.run.integrity import sealed
 from vcpo_megatron.run.tasks import RunError, StopRequest
 from vcpo_megatron.transport.messages import ControlError, Heartbeat
+from vcpo_megatron.types import Group
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -546,3 +550,108 @@ def test_a_prompt_that_waited_to_be_sampled_again_is_carried_by_the_checkpoint(t
         await recorder.finish("run ended")
 
     asyncio.run(asyncio.wait_for(main(), 10))
+
+
+# --- what the learner records -------------------------------------------------------------------
+
+
+def recording(**sections: Any) -> Any:
+    return config(algorithm={"mismatch": "recorded"}, **sections)
+
+
+def check_recorded(run: FakeRun, *, first_attempt_until: int = 0) -> None:
+    """Every trained trajectory has what the learner gave it by a version between that of its newest token and the one
+    that was trained; by one of an earlier attempt only up to its checkpoint."""
+    for batch in run.learner.batches:
+        for group in batch.groups:
+            assert group.recorded
+            for one in group.trajectories:
+                version = one.recorded.version
+                assert one.newest_version <= version.number <= batch.step
+                assert version.attempt == run.attempt or version.number <= first_attempt_until
+                bare = Group(group.group_id, group.prompt_id, (one,))
+                np.testing.assert_array_equal(one.recorded.logprobs, score_of([bare], version))
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_group_is_scored_by_the_learner_before_it_is_trained(tmp_path: Path, lag: int) -> None:
+    run = FakeRun(tmp_path, recording(staleness={"max_staleness": lag}, train={"steps": 8}))
+    run.learner.step_s = 0.02
+    assert run.run() == "run ended"
+    check_recorded(run)
+    trained = [group.group_id for batch in run.learner.batches for group in batch.groups]
+    assert sorted(run.learner.scored) == sorted(trained)  # once, and nothing else
+    assert max(run.learner.asked_for) == 2  # groups of a batch, however many wait
+    ages = [row["mismatch/versions"] for row in run.rows()]
+    assert all(0 <= age <= row["staleness/token_mean"] for age, row in zip(ages, run.rows(), strict=True))
+    assert lag > 0 or set(ages) == {0.0}
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+        for batch in run.learner.batches:
+            assert same(store.groups_trained_at(batch.step), list(batch.groups))
+    assert all(0 <= row["time/score"] <= row["time/wait_batch"] for row in run.rows())
+    assert lag == 0 or max(run.staleness()) > 0
+
+
+def test_a_batch_is_scored_as_a_whole_before_the_first_of_its_updates(tmp_path: Path) -> None:
+    """So a later update's lag holds what the earlier ones have moved; scored is a step's worth at a time."""
+    train = {"steps": 8, "groups_per_step": 4, "updates_per_batch": 2, "eval_every": 0}
+    run = FakeRun(tmp_path, recording(staleness={"max_staleness": 3}, train=train))
+    run.learner.step_s = 0.02
+    assert run.run() == "run ended"
+    check_recorded(run)
+    assert max(run.learner.asked_for) == 2
+    for batch in run.learner.batches:
+        versions = [one.recorded.version.number for group in batch.groups for one in group.trajectories]
+        assert max(versions) <= batch.step - batch.step % 2
+    trained = [group.group_id for batch in run.learner.batches for group in batch.groups]
+    assert sorted(run.learner.scored) == sorted(trained)
+
+
+@pytest.mark.parametrize("crash", ["score", "step"])
+def test_what_was_not_scored_at_a_crash_is_scored_after_it(tmp_path: Path, crash: str) -> None:
+    """And so is what a version has scored that the resume undoes; every prompt is trained once."""
+    cfg = recording(checkpoint={"every": 2}, staleness={"max_staleness": 2}, train={"steps": 7})
+    first = FakeRun(tmp_path, cfg)
+    first.learner.step_s = 0.02
+    first.learner.error_at, first.learner.score_error_from = (3, None) if crash == "step" else (None, 3)
+    with pytest.raises(ControlError):
+        first.run()
+    second = FakeRun(tmp_path, cfg, attempt=2, resume_step=2)
+    assert second.run() == "run ended"
+    check_recorded(second, first_attempt_until=2)
+    kept = first.learner.batches[:2] + second.learner.batches
+    trained = [group.prompt_id for batch in kept for group in batch.groups]
+    assert sorted(trained) == sorted(f"train-{i}" for i in range(14))
+    check_counters(second.rows())
+
+
+def test_a_stop_while_groups_are_scored_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    """The answer comes after nobody waits for it any more."""
+    scoring = threading.Event()
+
+    async def stop(run: FakeRun, controller: Any) -> None:
+        while not scoring.is_set():
+            await asyncio.sleep(0.002)
+        controller.request_stop("stopped by signal")
+
+    run = FakeRun(tmp_path, recording(staleness={"max_staleness": 0}), during=stop)
+
+    def slow(groups: list[int]) -> None:
+        if run.learner.version.number == 2:
+            scoring.set()
+            time.sleep(0.2)
+
+    run.learner.at_score = slow
+    assert run.run() == "stopped by signal"
+    assert run.learner.checkpoints == [2] and len(run.learner.batches) == 2
+
+
+def test_groups_without_variance_that_are_dropped_are_not_scored(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, recording(train={"steps": 4, "drop_zero_variance": True}))
+    assert run.run() == "run ended"
+    trained = {group.group_id for batch in run.learner.batches for group in batch.groups}
+    assert run.rows()[-1]["rollouts/dropped"] > 0
+    assert set(run.learner.scored) >= trained and len(set(run.learner.scored)) == len(run.learner.scored)
+    with RolloutStore(tmp_path / "rollouts.sqlite") as store:
+        dropped = {row["group_id"] for row in store.history() if row["reason"] == "zero variance"}
+    assert dropped and not dropped & set(run.learner.scored)

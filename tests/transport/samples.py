@@ -16,6 +16,7 @@ from vcpo_megatron.transport.messages import (
     CheckpointDone,
     Error,
     GroupOpened,
+    GroupsScored,
     Heartbeat,
     Hello,
     Loaded,
@@ -23,6 +24,7 @@ from vcpo_megatron.transport.messages import (
     Probe,
     ProbeResult,
     ReleaseWeights,
+    ScoreGroups,
     SendingFailed,
     SendWeights,
     StepAborted,
@@ -108,6 +110,15 @@ ROUTED = Batch(
     ),
 )
 
+#: The first group of ``ROUTED``, and one that the learner has scored.
+RECORDED = Batch(
+    18,
+    (
+        ROUTED.groups[0],
+        BATCH.groups[0].with_recorded(PolicyVersion(2, 18, "3f9a21c0"), -np.arange(7, dtype=np.float32)),
+    ),
+)
+
 MESSAGES: list[Any] = [
     Hello(TOKEN, PolicyVersion(2, 40), 4),
     Loaded(PolicyVersion(2, 40)),
@@ -120,6 +131,8 @@ MESSAGES: list[Any] = [
     BatchReady(BATCH),
     BatchReady(ROUTED),
     BatchReady(Batch(0, ())),
+    ScoreGroups(RECORDED),
+    GroupsScored(PolicyVersion(2, 18), np.array([0.0, -0.5, -1e-30], np.float32)),
     AbortStep(7),
     StepAborted(7),
     StepDone(

@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from tests.transport.samples import BATCH, ROUTED, same
+from tests.transport.samples import BATCH, RECORDED, ROUTED, same
 from vcpo_megatron.types import PolicyVersion, Trajectory, VersionSpan
 from vcpo_megatron.types.codec import (
     from_blob,
@@ -24,7 +24,9 @@ from vcpo_megatron.types.codec import (
     unpack_trajectories,
 )
 
-MEMBERS = [trajectory for batch in (BATCH, ROUTED) for group in batch.groups for trajectory in group.trajectories]
+MEMBERS = [
+    trajectory for batch in (BATCH, ROUTED, RECORDED) for group in batch.groups for trajectory in group.trajectories
+]
 
 
 def through_blob(members: list[Trajectory], **how: Any) -> list[Trajectory]:
@@ -38,8 +40,9 @@ def test_trajectories_come_back_bit_for_bit(members: list[Trajectory]) -> None:
     assert same(through_blob(members), members)
 
 
-def test_experts_may_be_kept_elsewhere() -> None:
-    assert same(through_blob(MEMBERS, experts=False), [replace(member, routed_experts=None) for member in MEMBERS])
+def test_experts_and_the_learners_logprobs_may_be_kept_elsewhere() -> None:
+    bare = [replace(member, routed_experts=None, recorded=None) for member in MEMBERS]
+    assert same(through_blob(MEMBERS, extras=False), bare)
 
 
 def test_what_was_read_from_a_blob_may_be_written() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vcpo_megatron.types import Group, PolicyVersion, Trajectory, Turn, VersionSpan, routing_dtype
+from vcpo_megatron.types import Group, LearnerRecord, PolicyVersion, Trajectory, Turn, VersionSpan, routing_dtype
 
 # --- versions ---------------------------------------------------------------------------------
 
@@ -103,6 +103,10 @@ def test_group_spans_its_members() -> None:
         ({"loss_mask": np.zeros(6, np.bool_)}, r"loss_mask is bool\[6\], expected bool\[7\]"),
         ({"behavior_logprobs": np.zeros(7)}, r"behavior_logprobs is float64\[7\], expected float32\[7\]"),
         ({"behavior_logprobs": np.zeros((7, 1), np.float32)}, r"behavior_logprobs is float32\[7, 1\]"),
+        (
+            {"recorded": LearnerRecord(PolicyVersion(1, 4), np.zeros(6, np.float32))},
+            r"recorded.logprobs is float32\[6\]",
+        ),
         ({"prompt_length": 0}, "prompt_length 0 does not fit 7 tokens"),
         ({"prompt_length": 8}, "prompt_length 8 does not fit 7 tokens"),
         ({"prompt_length": 3}, "a prompt token is marked as sampled"),

@@ -90,6 +90,16 @@ def log_ratios(policy_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor,
     return segment_sum(token_log_ratios(policy_logprobs, behavior_logprobs, mask), mask, segment_ids, n)
 
 
+def mismatch_weights(recorded_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """c_t = min(pi_v'(t) / mu(t), threshold) of each token, 1 where masked; float64 [T], detached.
+
+    The weight between behaviour and proximal policy of decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298): pi_v'
+    is the learner as it was when it recorded its own log-probs. Arguments are [T]; ``mask`` is bool.
+    """
+    ratios = token_log_ratios(recorded_logprobs, behavior_logprobs, mask)
+    return bounded_exp(truncated_log_weights(ratios, threshold))
+
+
 def threshold_growth(tokens: Tensor, reference: int | None) -> Tensor:
     """max(1, sqrt(L / L_ref)), the factor on log c by the length of what is weighted: float64, shape of ``tokens``.
 

@@ -120,6 +120,17 @@ class AlgorithmConfig(Section):
         description="sampled tokens L_ref from which on the truncation grows with the length L of a trajectory or a "
         "turn: log(is_threshold) times sqrt(L / L_ref); default: it does not grow",
     )
+    mismatch: Literal["none", "recorded"] = Field(
+        "none",
+        description="recorded: the learner scores every complete group itself; an answer's weight is that of the lag "
+        "since then, and the difference to the servers is corrected token by token (method.md)",
+    )
+    mismatch_threshold: float = Field(
+        2.0,
+        gt=0,
+        allow_inf_nan=True,
+        description="mismatch = recorded: a token's ratio of learner to server is truncated at this value; inf: never",
+    )
     ratio_low: float | None = Field(None, ge=0, description="lower bound of the ratio where the method has one")
     ratio_high: float | None = Field(
         None, gt=0, allow_inf_nan=True, description="upper bound of the ratio where the method has one"

@@ -2,7 +2,8 @@
 
     orchestrator <--control socket--> rank 0 --broadcast of every message--> all ranks
 
-The loop (all ranks)    consumes: commands      produces: StepDone, WeightsReady, CheckpointDone, ProbeResult
+The loop (all ranks)    consumes: commands
+                        produces: StepDone, WeightsReady, CheckpointDone, ProbeResult, GroupsScored
                         waits for: rank 0's next broadcast; rank 0 for the orchestrator
                         unblocked by: a message, or rank 0's idle command every few seconds (so that a
                         silent orchestrator never lets a collective run into its deadline)
@@ -32,12 +33,14 @@ from ..transport.messages import (
     CheckpointDone,
     ControlError,
     Error,
+    GroupsScored,
     Heartbeat,
     Hello,
     Loaded,
     Message,
     Probe,
     ProbeResult,
+    ScoreGroups,
     StepAborted,
     StepDone,
     Stop,
@@ -120,6 +123,9 @@ class Worker:
                 case Probe(tokens):
                     logprobs = score_tokens(self._trainable, self._parallel, tokens)
                     self._send(ProbeResult(logprobs))
+                case ScoreGroups(batch):
+                    self._set_doing(f"scores {len(batch.groups)} groups by version {self._version}")
+                    self._send(GroupsScored(self._version, self._step.record(batch)))
                 case Stop():
                     self._look_after_checkpoint(wait=True)
                     return

@@ -145,7 +145,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     "ess/ratio_on_policy": Metric(
         "the ratio that mismatch alone would give answers of these lengths, by the noise of tokens of the current "
-        "version; absent before the first one",
+        'version; absent before the first one, and with algorithm.mismatch = "recorded"',
         healthy="1 in float32; falls as answers grow",
         otherwise=(
             "`ess/ratio` is as low: mismatch of learner and servers, not staleness, takes the rate (method.md); "
@@ -253,7 +253,7 @@ METRICS: Mapping[str, Metric] = {
         otherwise="large although answers are young: look at `mismatch/mean`",
     ),
     "kl/behavior_trajectory": Metric(
-        "the same of whole trajectories: mean of -l_i",
+        "the same of whole trajectories: mean of the sum of log mu - log pi",
         unit="nats",
         reducer="mean",
         healthy="below 0.7; grows with the lag, and with the length of answers",
@@ -279,6 +279,27 @@ METRICS: Mapping[str, Metric] = {
         reducer="sum",
         healthy="above 0 now and then",
         otherwise="always 0: nothing is young enough to be compared; evaluate at `staleness.max_staleness = 0` once",
+    ),
+    "mismatch/spread": Metric(
+        "standard deviation over trajectories of the mismatch: the sum of the learner's log-prob, recorded when the "
+        'group was complete, less the server\'s; only with algorithm.mismatch = "recorded"',
+        unit="nats",
+        healthy="`mismatch/mean` times the root of the answers' length, and more with `mismatch/versions`",
+        otherwise="far above it: drift between sampling and record; the weights do not see it, tokens correct for it",
+    ),
+    "mismatch/versions": Metric(
+        "version whose log-probs of a token the learner recorded - version that sampled it, mean over sampled tokens; "
+        'only with algorithm.mismatch = "recorded"',
+        unit="versions",
+        healthy="well below `staleness/token_mean`",
+        otherwise="near it: most of the lag passes while answers are sampled, and counts as mismatch",
+    ),
+    "lag/spread": Metric(
+        "standard deviation over trajectories of the lag: the sum of log pi less the learner's recorded log-prob; only "
+        'with algorithm.mismatch = "recorded"',
+        unit="nats",
+        healthy="below 0.5",
+        otherwise="as for `ess/ratio`, which follows it: exp(- spread^2) where it is normal",
     ),
     "kl/reference": Metric(
         "mean over trained tokens of the estimate of KL(pi, reference)",
@@ -392,6 +413,13 @@ METRICS: Mapping[str, Metric] = {
         reducer="sum",
         healthy="near 0",
         otherwise="servers are the slower side: more of them, or a larger `staleness.max_staleness`",
+    ),
+    "time/score": Metric(
+        'the learner scored complete groups, a part of time/wait_batch; only with algorithm.mismatch = "recorded"',
+        unit="s",
+        reducer="sum",
+        healthy="a third of `time/forward_backward`, or less",
+        otherwise="groups come one by one: fewer and larger ones (`train.group_size`) fill the learner's ranks better",
     ),
     "time/forward_backward": Metric(
         "forward and backward of all micro-batches",

@@ -40,7 +40,7 @@ from ..rollout.fleet.fleet import Fleet
 from ..run.notifier import Notifier
 from ..run.tasks import StopRequest, run_all, run_beside
 from ..transport.messages import ControlError, WeightsReady
-from ..types import Batch, PolicyVersion
+from ..types import Batch, Group, PolicyVersion
 from ..weight_sync.orchestrator import Transports, Updater
 from ..weight_sync.verification import ChecksumVerifier
 from .modes.batcher import Batcher
@@ -160,7 +160,8 @@ class Controller:
         if not await self._stop.unless_made(self._connect()):
             return
         plan = await accept(self._context, self._config, state, self._recorder)
-        ledger = GroupLedger.resumed(self._recorder, plan, requeue=state.get("requeue", []))
+        recorded = self._config.algorithm.mismatch == "recorded"
+        ledger = GroupLedger.resumed(self._recorder, plan, requeue=state.get("requeue", []), recorded=recorded)
         self._accepted = True
         if self._parts.fleet is None:
             await self._replay(ledger, state)
@@ -281,6 +282,7 @@ class Controller:
             groups_per_step=config.train.groups_per_step,
             group_size=config.train.group_size,
             evaluate=start.versions,
+            recorded=config.algorithm.mismatch == "recorded",
             stop=self._stop,
         )
         self._weights_go_to(run.on_weights)
@@ -328,18 +330,26 @@ class Controller:
             if await self._stop.unless_made(self._start_servers(fleet, sync)):
                 generation.begin()
                 await run_beside(
-                    self._train(trainer, batcher, generation, evaluation, sync), generation.run(), evaluation.run()
+                    self._train(ledger, trainer, batcher, generation, evaluation, sync),
+                    generation.run(),
+                    evaluation.run(),
                 )
 
         await run_beside(main(), sync.run())
 
     async def _train(
-        self, trainer: Trainer, batcher: Batcher, generation: Generation, evaluation: Evaluation, sync: WeightSync
+        self,
+        ledger: GroupLedger,
+        trainer: Trainer,
+        batcher: Batcher,
+        generation: Generation,
+        evaluation: Evaluation,
+        sync: WeightSync,
     ) -> None:
         trainer.begin()
         while trainer.version < self._parts.steps:
             started = time.monotonic()
-            batch = await self._next_batch(batcher, evaluation, trainer.version)
+            batch = await self._next_batch(trainer, batcher, evaluation, ledger)
             if batch is None:
                 break
             waited = time.monotonic() - started
@@ -357,11 +367,22 @@ class Controller:
         )
         await trainer.end()
 
-    async def _next_batch(self, batcher: Batcher, evaluation: Evaluation, version: int) -> Batch | None:
-        """The batch of step ``version``; None when a stop is asked for."""
+    async def _next_batch(
+        self, trainer: Trainer, batcher: Batcher, evaluation: Evaluation, ledger: GroupLedger
+    ) -> Batch | None:
+        """The batch of the next step; None when a stop is asked for. Where the method needs it, whole groups are scored
+        by the learner as they come."""
+
+        async def score(groups: Sequence[Group]) -> None:
+            await ledger.record(await trainer.score(groups))
+
         while not self._stop.made:
-            if not evaluation.may_train(version):
+            if not evaluation.may_train(trainer.version):
                 await self._changes.wait()
+                continue
+            if unscored := ledger.unscored():
+                # a step's worth at a time: what a step is made of fits the learner's memory, and a message
+                await self._stop.unless_made(score(unscored[: self._config.train.groups_per_update]))
                 continue
             poll = batcher.poll()
             for group_id in poll.expired:

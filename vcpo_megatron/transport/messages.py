@@ -10,6 +10,7 @@ orchestrator (ROUTER, asyncio)                    learner rank 0 (DEALER, blocki
                                         "tensor", each as <-- WeightsBucket --> BucketTaken
     --> StopSending, ReleaseWeights     <-- SendingFailed
     --> Probe        <-- ProbeResult
+    --> ScoreGroups  <-- GroupsScored   algorithm.mismatch = "recorded": what it gives the tokens of complete groups
     --> BatchReady   <-- StepDone, or StepAborted
     --> AbortStep    asks for StepAborted; StepDone comes all the same when the step is too far
     --> Checkpoint   <-- CheckpointDone
@@ -163,6 +164,22 @@ class ProbeResult:
 
 
 @dataclass(frozen=True)
+class ScoreGroups:
+    """Asks for the learner's own log-probs of complete groups. ``batch.step``: number of the version that it holds."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class GroupsScored:
+    """``logprobs`` float32: log pi of every token of ScoreGroups under ``version``, at the sampling temperature, one
+    trajectory after another; 0 where the policy did not sample it."""
+
+    version: PolicyVersion
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True)
 class BatchReady:
     batch: Batch
 
@@ -231,6 +248,8 @@ Message = (
     | SyncDone
     | Probe
     | ProbeResult
+    | ScoreGroups
+    | GroupsScored
     | BatchReady
     | StepDone
     | AbortStep

@@ -3,6 +3,7 @@
 from .records import (
     Batch,
     Group,
+    LearnerRecord,
     PolicyVersion,
     StepResult,
     Trajectory,
@@ -17,6 +18,7 @@ __all__ = [
     "Batch",
     "Group",
     "PolicyVersion",
+    "LearnerRecord",
     "StepResult",
     "Trajectory",
     "TrajectoryResult",

@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from .records import PolicyVersion, Trajectory, Turn, VersionSpan
+from .records import LearnerRecord, PolicyVersion, Trajectory, Turn, VersionSpan
 
 #: Of the header of a blob, before it.
 _LENGTH = struct.Struct("<I")
@@ -34,38 +34,47 @@ def unpack_array(packed: Sequence[Any], buffers: Sequence[Any]) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def pack_trajectories(trajectories: Sequence[Trajectory], buffers: list[Any], *, experts: bool = True) -> list[Any]:
-    """What a header holds of ``trajectories``, in their order; ``experts``: with those that their tokens went to."""
-    routed = [t.routed_experts for t in trajectories if t.routed_experts is not None] if experts else []
+def pack_trajectories(trajectories: Sequence[Trajectory], buffers: list[Any], *, extras: bool = True) -> list[Any]:
+    """What a header holds of ``trajectories``, in their order; ``extras``: with what the store keeps apart, the experts
+    that their tokens went to and the learner's own log-probs."""
+    routed = [t.routed_experts for t in trajectories if t.routed_experts is not None] if extras else []
+    recorded = [t.recorded.logprobs for t in trajectories if t.recorded is not None] if extras else []
 
     def joined(name: str, dtype: Any) -> np.ndarray:
         arrays = [getattr(trajectory, name) for trajectory in trajectories]
         return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
     return [  # without names: a short trajectory would be half names
-        [_head(t, experts and t.routed_experts is not None) for t in trajectories],
+        [_head(t, extras) for t in trajectories],
         pack_array(joined("tokens", np.int32), buffers),
         pack_array(np.packbits(joined("loss_mask", np.bool_)), buffers),
         pack_array(joined("behavior_logprobs", np.float32), buffers),
         pack_array(np.concatenate(routed), buffers) if routed else None,
+        pack_array(np.concatenate(recorded), buffers) if recorded else None,
     ]
 
 
 def unpack_trajectories(packed: Sequence[Any], buffers: Sequence[Any]) -> list[Trajectory]:
     """Inverse of ``pack_trajectories``."""
-    heads, *arrays, routed_experts = packed
-    tokens, bits, logprobs = (unpack_array(array, buffers) for array in arrays)
+    heads, *arrays = packed
+    tokens, bits, logprobs, experts, recorded = (
+        None if array is None else unpack_array(array, buffers) for array in arrays
+    )
+    assert tokens is not None and bits is not None and logprobs is not None
     mask = np.unpackbits(bits, count=len(tokens)).view(np.bool_)
-    experts = None if routed_experts is None else unpack_array(routed_experts, buffers)
-    position = routed = 0
+    position = routed = scored = 0
     found = []
-    for group_id, sample_index, prompt_id, prompt_length, length, turns, reward, info, is_routed in heads:
+    for group_id, sample_index, prompt_id, prompt_length, length, turns, reward, info, is_routed, version in heads:
         cut = slice(position, position + length)
         position = cut.stop
-        own = None
+        own, learner = None, None
         if is_routed:
             assert experts is not None
             own, routed = experts[routed : routed + length], routed + length
+        if version is not None:
+            assert recorded is not None
+            learner = LearnerRecord(PolicyVersion(*version), recorded[scored : scored + length])
+            scored += length
         found.append(
             Trajectory(
                 group_id=group_id,
@@ -79,13 +88,15 @@ def unpack_trajectories(packed: Sequence[Any], buffers: Sequence[Any]) -> list[T
                 reward=reward,
                 info=info,
                 routed_experts=own,
+                recorded=learner,
             )
         )
     return found
 
 
-def _head(trajectory: Trajectory, is_routed: bool) -> list[Any]:
-    """Everything of one trajectory but its arrays."""
+def _head(trajectory: Trajectory, extras: bool) -> list[Any]:
+    """Everything of one trajectory but its arrays; whether it has those that are ``extras``."""
+    recorded = trajectory.recorded if extras else None
     return [
         trajectory.group_id,
         trajectory.sample_index,
@@ -95,7 +106,8 @@ def _head(trajectory: Trajectory, is_routed: bool) -> list[Any]:
         [[turn.start, turn.end, turn.finish_reason, pack_spans(turn.spans)] for turn in trajectory.turns],
         float(trajectory.reward),
         {name: float(value) for name, value in trajectory.info.items()},
-        is_routed,
+        extras and trajectory.routed_experts is not None,
+        None if recorded is None else list(recorded.version),
     ]
 
 

@@ -11,9 +11,10 @@ meaning, where ``loss_mask[t]`` is False.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +79,15 @@ class Turn:
     spans: tuple[VersionSpan, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LearnerRecord:
+    """What the learner itself gave a trajectory's tokens when its group was complete: float32 [L], the log-probs of
+    ``version`` at the sampling temperature, 0.0 and without meaning where ``loss_mask`` is False."""
+
+    version: PolicyVersion
+    logprobs: np.ndarray
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """One finished sample of a prompt.
@@ -87,6 +97,7 @@ class Trajectory:
     behavior_logprobs  float32 [L]  log mu recorded at sampling, at the sampling temperature
     routed_experts     uint8 or uint16 [L, layers, k], or None: the experts that the server sent each token to, by
                        number; the dtype's largest value where nothing was recorded (the last token at least)
+    recorded           the learner's own log-probs, once there are any (``algorithm.mismatch`` = "recorded")
     """
 
     group_id: int
@@ -100,11 +111,15 @@ class Trajectory:
     reward: float
     info: Mapping[str, float] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None
+    recorded: LearnerRecord | None = None
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
-        for name, dtype in (("tokens", np.int32), ("loss_mask", np.bool_), ("behavior_logprobs", np.float32)):
-            array = getattr(self, name)
+        arrays = {"tokens": np.int32, "loss_mask": np.bool_, "behavior_logprobs": np.float32}
+        if self.recorded is not None:
+            arrays["recorded.logprobs"] = np.float32
+        for name, dtype in arrays.items():
+            array = operator.attrgetter(name)(self)
             if array.shape != (length,) or array.dtype != dtype:
                 raise ValueError(
                     f"trajectory {self.uid}: {name} is {array.dtype}{list(array.shape)}, "
@@ -185,6 +200,20 @@ class Group:
     trajectories: tuple[Trajectory, ...]
 
     @property
+    def recorded(self) -> bool:
+        """Whether the learner's own log-probs are there, of every trajectory."""
+        return all(trajectory.recorded is not None for trajectory in self.trajectories)
+
+    def with_recorded(self, version: PolicyVersion, logprobs: np.ndarray) -> Group:
+        """The group with what ``version`` gave its tokens: float32, one trajectory after another."""
+        ends = np.cumsum([len(trajectory.tokens) for trajectory in self.trajectories])
+        parts = np.split(logprobs, ends[:-1])
+        members = [
+            replace(t, recorded=LearnerRecord(version, own)) for t, own in zip(self.trajectories, parts, strict=True)
+        ]
+        return replace(self, trajectories=tuple(members))
+
+    @property
     def oldest_version(self) -> int:
         return min(trajectory.oldest_version for trajectory in self.trajectories)
 
@@ -205,7 +234,8 @@ class Batch:
 class TrajectoryResult:
     """What the step found for one trajectory.
 
-    log_ratio  sum over sampled tokens of log pi_theta - log mu
+    log_ratio  l_i: sum over sampled tokens of log pi_theta - log mu; with ``algorithm.mismatch`` = "recorded" of log
+               pi_theta less the learner's recorded log-prob
     weight     w_i, the weight of its gradient by the method: min(exp(log_ratio), is_threshold) of VCPO; 1 where weights
                are of tokens, or there are none
     grad_norm  |g_i|, norm of the score gradient, unweighted but for weights of tokens; nan where no backward was taken

@@ -81,6 +81,13 @@ GOOD_LIMITS = [
         for mode in ("accumulate", "deferred", "two_pass", "proxy")
     ),
     [("algorithm.method", "icepop"), ("algorithm.is_level", "turn")],
+    [("algorithm.mismatch", "recorded"), ("algorithm.mismatch_threshold", 1.0)],
+    [("algorithm.mismatch", "recorded"), ("algorithm.is_level", "token")],
+    [("algorithm.mismatch", "recorded"), ("algorithm.is_level", "turn"), ("algorithm.is_threshold_length", 512)],
+    [("algorithm.mismatch", "recorded"), ("algorithm.method", "vcpo_plus"), ("staleness.adaptive", True)],
+    [("algorithm.mismatch", "recorded"), ("algorithm.method", "tis_token"), ("algorithm.record_norms", True)],
+    [("algorithm.mismatch", "recorded"), ("train.updates_per_batch", 2), ("train.steps", 8)],
+    [("algorithm.mismatch", "recorded"), ("algorithm.method", "mis"), ("algorithm.behavior_anchor", 0.1)],
     [("algorithm.method", "m2po"), ("algorithm.second_moment", 0.1)],
     [("train.updates_per_batch", 4), ("train.steps", 8), ("train.eval_every", 4), ("staleness.max_staleness", 3)],
     [("algorithm.method", "vcpo_plus"), ("algorithm.step_bound_target", 0.1), ("algorithm.spike_clip", 1.0)],
@@ -157,6 +164,21 @@ BAD = [
         [("algorithm.opob_accumulator_dtype", "bfloat16"), ("algorithm.opob_mode", "deferred")],
         'algorithm.opob_accumulator_dtype = "bfloat16"',
     ),
+    ([("algorithm.mismatch", "recorded"), ("algorithm.method", "grpo")], 'algorithm.mismatch = "recorded"'),
+    ([("algorithm.mismatch", "recorded"), ("algorithm.method", "icepop")], 'algorithm.mismatch = "recorded"'),
+    (
+        [
+            ("algorithm.mismatch", "recorded"),
+            ("algorithm.is_level", "none"),
+            ("algorithm.allow_uncorrected", True),
+        ],
+        'algorithm.mismatch = "recorded"',
+    ),
+    (
+        [("algorithm.mismatch", "recorded"), ("algorithm.mismatch_threshold", 0.9)],
+        "algorithm.mismatch_threshold = 0.9",
+    ),
+    ([("algorithm.mismatch_threshold", 3.0)], "algorithm.mismatch_threshold = 3.0"),
     ([("algorithm.ratio_low", 0.5)], "algorithm.ratio_low = 0.5"),
     (
         [
@@ -222,6 +244,7 @@ BAD = [
     ),
     ([("algorithm.base_ess_ratio", 1.01)], "algorithm.base_ess_ratio = 1.01"),
     ([("algorithm.base_ess_ratio", "auto"), ("staleness.lag", "exact")], 'algorithm.base_ess_ratio = "auto"'),
+    ([("algorithm.base_ess_ratio", "auto"), ("algorithm.mismatch", "recorded")], 'algorithm.base_ess_ratio = "auto"'),
     ([("train.group_size", 1)], "train.group_size = 1"),
     ([("optimizer.warmup_steps", 10)], "optimizer.warmup_steps = 10"),
     ([("optimizer.betas", (0.9, 1.0))], "optimizer.betas = [0.9, 1.0]"),

@@ -47,6 +47,32 @@ def test_a_pack_lays_trajectories_end_to_end_without_their_last_token() -> None:
     assert (pack.group, pack.length, pack.padded) == (1, 4, 1)
 
 
+def test_what_the_learner_recorded_is_packed_where_every_trajectory_has_it() -> None:
+    bare = [trajectory([5, 6, 7], 1), trajectory([8, 9], 1)]
+    group = Group(0, "p", tuple(bare)).with_recorded(PolicyVersion(1, 3), np.array([0, -1, -2, 0, -3], np.float32))
+    samples = [Sample(i, 0, t) for i, t in enumerate(group.trajectories)]
+    pack = make_pack(samples, Share(multiple=4), torch.device("cpu"))
+    assert pack.recorded_logprobs is not None and pack.recorded_logprobs.tolist() == [-1.0, -2.0, -3.0, 0.0]
+    mixed = [samples[0], Sample(1, 0, bare[1])]
+    assert make_pack(mixed, Share(), torch.device("cpu")).recorded_logprobs is None
+    empty = make_pack([], Share(), torch.device("cpu"), group=0).recorded_logprobs
+    assert empty is not None and empty.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_places_of_labels_among_all_tokens_of_the_batch(ranks: int) -> None:
+    """Trajectories 1 and 2 of a batch, from tokens 10 and 20 on: over all ranks every label has its place, once."""
+    samples = [Sample(1, 0, trajectory([5, 6, 7], 1)), Sample(2, 0, trajectory([7, 8, 9, 4], 1))]
+    found = {}
+    for rank in range(ranks):
+        pack = make_pack(samples, Share(rank, ranks), torch.device("cpu"))
+        places = pack.label_places([0, 10, 20]).tolist()
+        pairs = [pair for pair in zip(places, pack.labels.tolist(), strict=True) if pair[0] >= 0]
+        assert not found.keys() & dict(pairs).keys()
+        found |= dict(pairs)
+    assert found == {11: 6, 12: 7, 21: 8, 22: 9, 23: 4}
+
+
 def test_tokens_of_the_learners_own_version_are_marked() -> None:
     spans = (VersionSpan(1, 3, PolicyVersion(1, 4)), VersionSpan(3, 5, PolicyVersion(2, 5)))
     mixed = replace(trajectory([5, 6, 7, 8, 9], 1), turns=(Turn(1, 5, "stop", spans),))

@@ -22,7 +22,7 @@ from vcpo_megatron.config.schema import RunConfig
 from vcpo_megatron.types import Batch
 
 from ..oracles import OBJECTIVES, WHOLE_BATCH, Policy, Sample, grown, sequence_weighted, token_weights, turn_weights
-from ..scenarios import in_turns, make_batch, make_config, make_model_folder
+from ..scenarios import in_turns, make_batch, make_config, make_model_folder, with_record
 from ..world import run_world
 
 RULES = ("sequence_token_mean", "token_mean", "sequence_token_sum", "constant")
@@ -120,6 +120,28 @@ for _name, _layout in (("", "single"), ("pp2 ", "pp2"), ("dp2 ", "dp2")):
     CASES[f"{_name}growing bound in OPOB"] = Case(LAYOUTS[_layout][0], _keys, LAYOUTS[_layout][1], far=True)
 for _layout, (_ranks, _parallel) in {**LAYOUTS, "cp2": (2, {"context": 2})}.items():
     CASES[f"vcpo_plus {_layout}"] = Case(_ranks, {"method": "vcpo_plus"}, _parallel)
+for _name, _ranks, _keys, _parallel in (
+    ("", 1, {}, {}),
+    ("deferred tp2 ", 2, {"opob_mode": "deferred"}, {"tensor": 2}),
+    ("pp2 ", 2, {}, {"pipeline": 2}),
+    ("cp2 ", 2, {}, {"context": 2}),
+    ("two_pass dp2 ", 2, {"opob_mode": "two_pass"}, {}),
+    ("vcpo_ess_only ", 1, {"method": "vcpo_ess_only"}, {}),
+    ("token weights ", 1, {"is_level": "token"}, {}),
+    ("deferred token weights cp2 ", 2, {"is_level": "token", "opob_mode": "deferred"}, {"context": 2}),
+    ("turn weights ", 1, {"is_level": "turn"}, {}),
+    ("turn weights cp2 ", 2, {"is_level": "turn"}, {"context": 2}),
+    ("deferred turn weights pp2 ", 2, {"is_level": "turn", "opob_mode": "deferred"}, {"pipeline": 2}),
+    ("plain turn weights ", 1, {"method": "tis_token", "is_level": "turn"}, {}),
+):
+    _keys = {**_keys, "mismatch": "recorded", "mismatch_threshold": 1.05}
+    _turns = _keys.get("is_level") == "turn"
+    CASES[f"{_name}recorded anchored"] = Case(_ranks, _keys, _parallel, pack=1000, turns=_turns, anchor=0.5)
+CASES["turn weights recorded, growing bound"] = Case(
+    1, {"is_level": "turn", "is_threshold_length": 2, "mismatch": "recorded"}, pack=1000, turns=True, far=True
+)
+CASES["vcpo_plus recorded"] = Case(1, {"method": "vcpo_plus", "mismatch": "recorded"})
+CASES["mis recorded"] = Case(1, {"method": "mis", "mismatch": "recorded", "mismatch_threshold": 1.05})
 for _unit in (3e-12, 1e-13):
     CASES[f"rewards of {_unit:g} without std"] = Case(1, {"normalize_std": False}, pack=1000, binary=True, unit=_unit)
 for _rule in RULES:
@@ -142,7 +164,7 @@ for _method, _layout in (
 
 
 def _oracle(case: Case, model: Path, batch: Batch, config: RunConfig) -> tuple[dict[str, torch.Tensor], Policy]:
-    policy = Policy(model, batch)
+    policy = Policy(model, batch, cap=config.algorithm.mismatch_threshold)
     preset, length = config.algorithm.preset, config.algorithm.is_threshold_length or math.inf
     weigh: Any = {"token": token_weights, "turn": partial(turn_weights, length=length)}.get(preset.is_level)
     objective: Any = partial(sequence_weighted, length=length)
@@ -158,7 +180,7 @@ def _oracle(case: Case, model: Path, batch: Batch, config: RunConfig) -> tuple[d
         policy.advantages(baseline, std)
         objective = form(policy.samples)
     if weigh is not None and preset.weights == "truncated":
-        objective = lambda s: weigh(s) * s.advantage * s.logp  # noqa: E731
+        objective = lambda s: weigh(s) * s.of_tokens * s.advantage * s.logp  # noqa: E731
     loss = policy.loss(objective, whole_batch=config.algorithm.method in WHOLE_BATCH)
     if case.anchor:
         loss = loss + case.anchor * (1 - policy.ess()) * policy.loss(lambda s: s.logp)
@@ -187,6 +209,9 @@ DEFAULT = (
     "deferred turn weights, growing bound",
     "plain turn weights anchored",
     "growing bound in OPOB",
+    "recorded anchored",
+    "token weights recorded anchored",
+    "turn weights recorded anchored",
     "token_mean opob",
     "sequence_token_sum opob whole groups dp2",
     "constant plain dp2",
@@ -231,6 +256,7 @@ def test_gradient_equals_the_oracle(name: str, models: dict[tuple[str, bool], Pa
     case = CASES[name]
     model, batch = models[case.family, case.tied], batches[(case.family, case.tied), case.far, case.binary]
     batch = in_turns(in_units(batch, case.unit)) if case.turns else in_units(batch, case.unit)
+    batch = with_record(batch) if "mismatch" in case.algorithm else batch
     config = make_config(
         model,
         case.ranks,
@@ -327,6 +353,8 @@ RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
     "tis_token single": ("single", {"method": "tis_token"}),
     "proxy single": ("single", {"method": "vcpo", "opob_mode": "proxy"}),
     "m2po single": ("single", {"method": "m2po"}),
+    "mismatch single": ("single", {"method": "tis_sequence", "mismatch": "recorded", "mismatch_threshold": 1.05}),
+    "mismatch token weights pp2": ("pp2", {"method": "tis_token", "mismatch": "recorded"}),
     "p3o anchored single": ("single", {"method": "p3o", "behavior_anchor": 0.5}),
     **{f"grpo {layout}": (layout, {"method": "grpo"}) for layout in ("tp2", "pp2", "dp2", "cp2", "pp2 vpp2")},
     "proxy pp2": ("pp2", {"method": "vcpo", "opob_mode": "proxy"}),
@@ -353,6 +381,7 @@ def test_recorded_norms_are_exact_and_change_nothing_else(
     ranks, parallel = RECORDED_LAYOUTS[layout]
     kind = ("moe" if "moe" in name else "qwen2", False)
     model, batch = models[kind], batches[kind, False, False]
+    batch = with_record(batch) if "mismatch" in algorithm else batch
     if "vpp2" in name:  # a layer a piece
         model = make_model_folder(tmp_path / "model", kind[0], layers=4)
     overlapped = {"distributed": True, "overlap_grad_reduce": True} if "overlapped" in name else {}
@@ -379,11 +408,12 @@ def test_recorded_norms_are_exact_and_change_nothing_else(
         assert [replace(row, grad_norm=0.0) for row in before.trajectories] == [
             replace(row, grad_norm=0.0) for row in after.trajectories
         ]
-    policy, preset = Policy(model, batch), configs[1].algorithm.preset
+    policy, preset = Policy(model, batch, cap=configs[1].algorithm.mismatch_threshold), configs[1].algorithm.preset
     policy.normalize(preset.loss_normalization)
+    weigh = token_weights if preset.is_level == "token" else None
     norms = [
         norm if len({s.reward for s in policy.samples if s.group == sample.group}) > 1 else float("nan")
-        for sample, norm in zip(policy.samples, policy.opob(sequence=preset.is_level != "token"), strict=True)
+        for sample, norm in zip(policy.samples, policy.opob(weigh=weigh), strict=True)
     ]
     rows, metrics = found["results"][0].trajectories, found["results"][0].metrics
     assert [row.grad_norm for row in rows] == pytest.approx(norms, rel=5e-6, nan_ok=True)

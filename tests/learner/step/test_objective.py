@@ -185,3 +185,31 @@ def test_where_the_anchor_is_a_term_of_its_own() -> None:
         assert (objective.coefficients(state, pack.index, numbers, log_ratio).classes is None) is not own
     on_policy = scene({"method": "tis_token", "behavior_anchor": 0.5}, logs)
     assert not on_policy[0].has_token_anchor(on_policy[1])  # and no pass for it
+
+
+def test_with_a_record_tokens_carry_the_mismatch_and_the_weight_is_the_lags() -> None:
+    """log mu = -1. The learner recorded -1 + ln 2 and -1 - ln 2; since then it moved by the log ratios given."""
+    objective, state, pack, policy = scene(
+        {"mismatch": "recorded", "behavior_anchor": 0.5}, [[0.1, 0.2], [0.3, 0.0], [-0.2, 0.0]], previous_ess=0.5
+    )
+    jumps = torch.tensor([math.log(2.0), -math.log(2.0)] * 3)
+    pack = replace(pack, recorded_logprobs=pack.behavior_logprobs + jumps)
+    policy = (policy + jumps).double()
+    assert objective.log_ratios(pack, policy).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.0, -0.2, 0.0], abs=1e-6)
+    assert objective.token_weights(pack, policy).tolist() == pytest.approx([2.0, 0.5] * 3)
+    numbers, log_ratio = known(state, pack)
+    weights = objective.sequence_weights(log_ratio, numbers.threshold_growth)
+    assert weights.tolist() == pytest.approx([math.exp(0.3), math.exp(0.3), math.exp(-0.2)])
+    # the anchor pulls on tokens as they are, by a term of its own
+    assert objective.has_token_anchor(state)
+    per_token = (weights * objective.advantages(numbers)).repeat_interleave(2) * torch.tensor([2.0, 0.5] * 3)
+    found = objective.token_coefficients(state, pack, policy, numbers, log_ratio)
+    assert found.tolist() == pytest.approx((per_token + 0.25).tolist())
+
+
+def test_answers_that_the_learner_finds_impossible_vanish_whatever_their_lag() -> None:
+    objective, state, _, _ = scene({"mismatch": "recorded"}, [[0.0, 0.0]] * 3)
+    state.weight_sum = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64)
+    assert objective.mean_weight(state) == pytest.approx(0.5)
+    state.weight_sum.zero_()
+    assert objective.mean_weight(state) == 0.0

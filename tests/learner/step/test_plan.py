@@ -25,7 +25,8 @@ def test_packed_anew_are_the_same_samples() -> None:
     parallel: Any = SimpleNamespace(expert_data_size=1, expert_data_rank=0, steps_multiple=2, share=Share())
     groups = samples_of_groups((1.0, 0.0), (0.5, 1.0, 0.0))
     plan = StepPlan(trained=_Packer(parallel, 1000, torch.device("cpu"), False, 0).packs(groups))
-    found = plan.repacked(parallel, 1)
+    config: Any = SimpleNamespace(parallel=SimpleNamespace(expert_dispatcher="alltoall"))
+    found = plan.repacked(config, parallel, 1)
     assert [list(pack.index) for pack in plan.trained] == [[0, 1], [2, 3, 4]]
     assert [list(pack.index) for pack in found] == [[0], [1], [2], [3], [4], []]
     assert [pack.group for pack in found] == [0, 0, 1, 1, 1, 1]

@@ -140,6 +140,15 @@ def test_a_configured_number_stays_what_it_is() -> None:
     assert step(EssState(), state, off)[1] == 1.0
 
 
+def test_a_ratio_of_the_lag_alone_has_no_mismatch_to_expect() -> None:
+    """Tokens have noise, of which recorded log-probs leave nothing in the ratio."""
+    recorded = AlgorithmConfig.model_validate({"mismatch": "recorded"})
+    state = batch([400] * COUNT, 0.05, 9)
+    ess, scale, on_policy = step(EssState(), state, recorded)
+    assert on_policy is None and ess.inflations == []
+    assert scale == pytest.approx(ess_ratio(state.log_ratio) ** 0.5)
+
+
 def test_the_ratio_of_truncated_weights_has_a_base_of_truncated_weights() -> None:
     truncated = AlgorithmConfig.model_validate({"base_ess_ratio": "auto", "ess_weights": "truncated"})
     longer = AlgorithmConfig.model_validate({"ess_weights": "truncated", "is_threshold_length": 100})

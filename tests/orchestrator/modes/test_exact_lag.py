@@ -11,14 +11,20 @@ import numpy as np
 import pytest
 
 from tests.orchestrator.fake_run import FakeClient, FakeEnvironment, FakeRun, config, fake_fleet
+from tests.orchestrator.ledgers import AtOnce, now
+from tests.orchestrator.store.test_store import sample_group
+from tests.transport.samples import same
 from vcpo_megatron.orchestrator.modes.exact_lag import Rounds, sampling_seed
+from vcpo_megatron.orchestrator.modes.replay import Replay
+from vcpo_megatron.orchestrator.store.ledger import GroupLedger
+from vcpo_megatron.orchestrator.store.store import RolloutStore
 from vcpo_megatron.rollout.client.http import ServerUnavailable
 from vcpo_megatron.rollout.client.protocol import ImpossibleLogprobs, SamplingParams, Span
 from vcpo_megatron.rollout.fleet.fleet import FleetError
 from vcpo_megatron.run.notifier import Notifier
-from vcpo_megatron.run.tasks import RunError, run_beside
+from vcpo_megatron.run.tasks import RunError, StopRequest, run_beside
 from vcpo_megatron.transport.messages import ControlError
-from vcpo_megatron.types import PolicyVersion
+from vcpo_megatron.types import Batch, PolicyVersion
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -123,6 +129,33 @@ def test_a_stop_and_a_resume_give_the_rows_of_one_run(tmp_path: Path, lag: int) 
     for batch in second.learner.batches:
         versions = {v.number for g in batch.groups for t in g.trajectories for v in t.versions}
         assert versions == {max(0, batch.step - lag)}
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_the_version_that_sampled_a_batch_records_it(tmp_path: Path, lag: int) -> None:
+    """In a run that is stopped and resumed, too, and whoever is faster: rows and records are those of one run."""
+    cfg = exact(lag).model_copy(update={"algorithm": config(algorithm={"mismatch": "recorded"}).algorithm})
+    whole = FakeRun(tmp_path / "whole", cfg)
+    whole.run()
+
+    async def stop(run: FakeRun, controller: Any) -> None:
+        while len(run.learner.batches) < 2:
+            await asyncio.sleep(0.002)
+        controller.request_stop("stopped by signal")
+
+    slow = FakeEnvironment(delay_s=lambda example: 0.002 * (example.data["index"] % 3))
+    first = FakeRun(tmp_path / "parts", cfg, environment=slow, during=stop)
+    first.learner.step_s = 0.05
+    assert first.run() == "stopped by signal"
+    saved = first.learner.checkpoints[-1]
+    second = FakeRun(tmp_path / "parts", cfg, attempt=2, resume_step=saved)
+    assert second.run() == "run ended"
+    assert numbers(second.rows()) == numbers(whole.rows())
+    assert [row["mismatch/versions"] for row in whole.rows()] == [0.0] * 6
+    for run in (whole, second):
+        for batch in run.learner.batches:
+            members = [t for group in batch.groups for t in group.trajectories]
+            assert {t.recorded.version.number for t in members} == {max(0, batch.step - lag)}
 
 
 def test_a_crash_and_a_resume_train_on_the_same_batches(tmp_path: Path) -> None:
@@ -318,6 +351,56 @@ def test_replay_ends_with_the_recording_and_resumes(tmp_path: Path) -> None:
     assert prompts[1] == prompts[0][8:]
     assert [row["step"] for row in second.rows()] == list(range(6))
     assert second.rows()[-1]["rollouts/trained"] == 24
+
+
+def test_replay_trains_on_what_the_recorded_learner_recorded(tmp_path: Path) -> None:
+    recorded = config(algorithm={"mismatch": "recorded"}).algorithm
+    source = FakeRun(tmp_path / "source", config().model_copy(update={"algorithm": recorded}))
+    source.run()
+    checkpoint = config(checkpoint={"every": 2}).checkpoint
+    cfg = replay(tmp_path / "source").model_copy(update={"checkpoint": checkpoint, "algorithm": recorded})
+    first = FakeRun(tmp_path / "replay", cfg)
+    first.learner.error_at = 5
+    with pytest.raises(ControlError):
+        first.run()
+    second = FakeRun(tmp_path / "replay", cfg, attempt=2, resume_step=4)
+    assert second.run() == "run ended"
+    assert not first.learner.scored and not second.learner.scored
+    again = first.learner.batches[:4] + second.learner.batches
+    for one, other in zip(source.learner.batches, again, strict=True):
+        members = [[t.recorded for g in batch.groups for t in g.trajectories] for batch in (one, other)]
+        assert same(*members)
+    FakeRun(tmp_path / "bare", config(train={"steps": 2})).run()
+    without = replay(tmp_path / "bare", steps=2).model_copy(update={"algorithm": recorded})
+    with pytest.raises(RunError, match='rollout.replay = .*bare: .*mismatch = "recorded"'):
+        FakeRun(tmp_path / "b", without).run()
+
+
+def test_replay_takes_records_again_that_a_resume_has_undone(tmp_path: Path) -> None:
+    """Version 3 scored what version 0 had sampled: a resume from the start keeps the samples, not the record."""
+    with RolloutStore(tmp_path / "source.sqlite") as recorded, RolloutStore(tmp_path / "own.sqlite") as own:
+        for store in (recorded, own):
+            sample_group(store, 0)
+            (group,) = store.complete_groups()
+            store.record(group.with_recorded(PolicyVersion(1, 3), -np.arange(10, dtype=np.float32)))
+        recorded.mark_trained(0, [], [0], [0])
+        ledger = GroupLedger.resumed(AtOnce(own), own.resume(0), recorded=True)
+        assert not ledger.live[0].complete
+        taken: list[Batch] = []
+
+        class Once:
+            version = 0
+
+            async def take(self, batch: Batch) -> None:
+                taken.append(batch)
+
+            async def checkpoint(self) -> None: ...
+
+            async def end(self) -> None: ...
+
+        now(Replay(recorded, Once(), ledger, steps=1).run(StopRequest()))  # type: ignore[arg-type]
+        assert same(list(taken[0].groups), recorded.groups_trained_at(0))
+        assert same(own.complete_groups(), recorded.groups_trained_at(0)) and ledger.live[0].complete
 
 
 def test_replay_of_what_cannot_be_replayed_is_refused_by_name(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.orchestrator.ledgers import AtOnce, NoStore, now
 from tests.orchestrator.store.test_store import check_invariant, sample_group, trajectory
+from tests.transport.samples import same
 from vcpo_megatron.orchestrator.store.ledger import Cursor, GroupLedger
 from vcpo_megatron.orchestrator.store.reader import Counts
 from vcpo_megatron.orchestrator.store.resume import ResumePlan
@@ -68,6 +70,21 @@ def test_every_transition_is_in_the_store(store: RolloutStore) -> None:
     }
     assert store.counts() == Counts(generated=13, queued=2, trained=4, dropped=5, failed=2)
     check_invariant(store)
+
+
+def test_a_group_counts_when_the_learners_logprobs_are_durable(store: RolloutStore) -> None:
+    ledger = GroupLedger(AtOnce(store), Cursor(), recorded=True)
+    for group_id in range(2):
+        ledger.admit(group_id, f"p{group_id}", group_id, 2, V0)
+    now(ledger.finish(trajectory(1, 0, V0)))
+    finish(ledger, 0)
+    assert ledger.live[0].whole and not ledger.live[0].complete and not ledger.live[1].whole
+    (group,) = ledger.unscored()
+    scored = group.with_recorded(V0, np.zeros(10, np.float32))
+    ledger.expire(1)
+    now(ledger.record([scored, Group(1, "p1", (trajectory(1, 0, V0),))]))  # the latter ended meanwhile
+    assert ledger.live[0].complete and not ledger.unscored() and list(ledger.live) == [0]
+    assert same(ledger.begin([0]).groups, (scored,)) and same(store.complete_groups(), [scored])
 
 
 def test_failures_in_a_row_are_counted_in_the_order_of_admission(store: RolloutStore) -> None:

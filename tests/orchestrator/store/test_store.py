@@ -23,13 +23,14 @@ import numpy as np
 import pytest
 
 from tests.orchestrator.ledgers import AtOnce, now
+from tests.transport.samples import same
 from vcpo_megatron.orchestrator.modes.batcher import Batcher
 from vcpo_megatron.orchestrator.modes.staleness import StalenessBound
 from vcpo_megatron.orchestrator.store.ledger import GroupLedger
 from vcpo_megatron.orchestrator.store.reader import Counts
 from vcpo_megatron.orchestrator.store.schema import StoreError, _copy_consistently
 from vcpo_megatron.orchestrator.store.store import RolloutStore
-from vcpo_megatron.types import PolicyVersion, StepResult, Trajectory, TrajectoryResult, Turn, VersionSpan
+from vcpo_megatron.types import Group, PolicyVersion, StepResult, Trajectory, TrajectoryResult, Turn, VersionSpan
 
 V0 = PolicyVersion(1, 0)
 
@@ -651,14 +652,14 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign"
     _damage(foreign, "CREATE TABLE t (x)")
     newer, older = tmp_path / "newer", tmp_path / "older"
-    for version, file in ((99, newer), (3, older)):
+    for version, file in ((99, newer), (4, older)):
         RolloutStore(file).close()
         _damage(file, f"PRAGMA user_version = {version}")
     for path, message in (
         (text, "text is not a rollout store"),
         (foreign, "foreign is an SQLite file of another program"),
-        (newer, "newer has format 99, this version reads format 4; use the version .*, or start a new run"),
-        (older, "older has format 3, this version reads format 4; use the version .*, or start a new run"),
+        (newer, "newer has format 99, this version reads format 5; use the version .*, or start a new run"),
+        (older, "older has format 4, this version reads format 5; use the version .*, or start a new run"),
     ):
         before = path.read_bytes()
         for opener in (RolloutStore, RolloutStore.open_readonly):
@@ -816,4 +817,62 @@ def test_a_changed_expert_is_found(path: Path) -> None:
     connection.close()
     _damage(path, "UPDATE routing SET content = ? WHERE sample_index = 1", flipped(content, 0.9))
     with RolloutStore(path) as store, pytest.raises(StoreError, match="routed experts of trajectory 0/1 in .* damaged"):
+        store.complete_groups()
+
+
+# --- what the learner recorded ---------------------------------------------------------------------
+
+
+def scored(group: Group, version: int) -> Group:
+    tokens = sum(len(trajectory.tokens) for trajectory in group.trajectories)
+    return group.with_recorded(PolicyVersion(1, version), -np.arange(tokens, dtype=np.float32) / 3 - version)
+
+
+def test_the_learners_logprobs_come_back_bit_for_bit_and_the_last_ones_count(path: Path) -> None:
+    with RolloutStore(path) as store:
+        sample_group(store, 3)
+        sample_group(store, 4)
+        first, _ = store.complete_groups()
+        assert store.record(scored(first, 1)) and store.record(scored(first, 2))
+        store.admit(5, "p5", 5, 2, V0)
+        assert not store.record(Group(5, "p5", (trajectory(5, 0, V0),)))  # it is not whole
+        store.drop(4, "expired")
+        assert not store.record(scored(Group(4, "p4", (trajectory(4, 0, V0),)), 2))
+    with RolloutStore(path) as store:
+        (found,) = store.complete_groups()
+        assert same(found, scored(first, 2))
+        assert store.trajectory(3, 0).recorded is None  # the report has no use for it
+
+
+def test_logprobs_of_a_version_that_is_undone_are_forgotten_and_their_group_stays(path: Path) -> None:
+    with RolloutStore(path) as store:
+        for group_id in range(4):
+            sample_group(store, group_id)
+        for version, group in enumerate(store.complete_groups()):
+            store.record(scored(group, version))
+        for step in range(3):
+            store.mark_trained(step, [], [step], [0])
+        plan = store.resume(2)
+        assert [(group.group_id, group.recorded) for group in plan.buffer] == [(2, True), (3, False)]
+        ledger = GroupLedger.resumed(AtOnce(store), plan, recorded=True)
+        assert [ledger.live[group_id].complete for group_id in (2, 3)] == [True, False]
+        assert [group.group_id for group in ledger.unscored()] == [3]
+        assert all(GroupLedger.resumed(AtOnce(store), plan).live[group_id].complete for group_id in (2, 3))
+
+
+def test_logprobs_are_pruned_with_the_tokens_and_a_changed_one_is_found(path: Path) -> None:
+    with RolloutStore(path) as store:
+        for group_id in range(2):
+            sample_group(store, group_id)
+        for group in store.complete_groups():
+            store.record(scored(group, 0))
+        store.mark_trained(0, [], [0], [0])
+        store.mark_trained(1, [], [], [])
+        store.prune_samples(2)
+    connection = sqlite3.connect(path)
+    rows = connection.execute("SELECT group_id, content FROM recorded ORDER BY group_id, sample_index").fetchall()
+    connection.close()
+    assert [group_id for group_id, _ in rows] == [1, 1]
+    _damage(path, "UPDATE recorded SET content = ? WHERE sample_index = 1", flipped(rows[1][1], 0.9))
+    with RolloutStore(path) as store, pytest.raises(StoreError, match="log-probs of trajectory 1/1 in .* damaged"):
         store.complete_groups()

@@ -30,6 +30,16 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
             f'algorithm.is_level = "{algorithm.is_level}": method = "{algorithm.method}" weighs ratios in its own '
             "way; remove is_level"
         )
+    bands = preset.weights == "band"
+    if algorithm.mismatch == "recorded" and (bands or not preset.linear or preset.is_level == "none"):
+        named = f'method = "{algorithm.method}"' if algorithm.is_level is None else f'is_level = "{algorithm.is_level}"'
+        why = "masks tokens by their whole ratio" if bands else "has no weight to split into lag and mismatch"
+        yield f'algorithm.mismatch = "recorded": {named} {why}; use mismatch = "none", or vcpo or one of its kin'
+    if algorithm.mismatch_threshold < 1:
+        yield (
+            f"algorithm.mismatch_threshold = {algorithm.mismatch_threshold}: every token's ratio would be cut, 1, that "
+            "of engines that agree, included; at least 1"
+        )
     if preset.ratio_low >= preset.ratio_high:
         yield f"algorithm.ratio_low = {preset.ratio_low}: must be below ratio_high = {preset.ratio_high}"
     elif preset.bounded and not preset.ratio_low <= 1 <= preset.ratio_high:
@@ -58,6 +68,11 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
     if base == "auto":
         if staleness.lag == "exact":
             yield 'algorithm.base_ess_ratio = "auto": needs staleness.lag = "bounded"; give a number for "exact"'
+        if algorithm.mismatch == "recorded":
+            yield (
+                'algorithm.base_ess_ratio = "auto": follows the mismatch in the ratio, of which mismatch = "recorded" '
+                "leaves nothing; give a number"
+            )
     elif not 0 < base <= 1:
         yield f'algorithm.base_ess_ratio = {base}: must be "auto" or a number above 0 and at most 1'
 
@@ -146,6 +161,7 @@ def idle_keys(config: RunConfig) -> Iterator[str]:
             weighs and preset.is_level in ("sequence", "turn") and 1 < algorithm.is_threshold < math.inf,
             _why_it_does_not_grow(algorithm),
         ),
+        "algorithm.mismatch_threshold": (algorithm.mismatch == "recorded", 'mismatch = "none" has no such ratio'),
         "algorithm.second_moment": (preset.statistic in SECOND_MOMENTS, f"{method} does not bound it"),
         "algorithm.opob_mode": (opob, no_norms),
         "algorithm.opob_weights": (

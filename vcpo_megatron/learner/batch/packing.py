@@ -182,6 +182,8 @@ class Pack:
     positions          int64   [T]   position in its own trajectory
     mask               bool    [T]   True where the label was sampled by the policy
     behavior_logprobs  float32 [T]   log mu(label), meaningful where ``mask``
+    recorded_logprobs  float32 [T]   the same of what the learner gave it when the group was complete; None where a
+                       trajectory has no such record
     current            bool    [T]   True where the label was sampled by the version that the step starts from
     segments           int64   [T]   which of the n trajectories; n for padding at the end
     boundaries         ints    [n+1] trajectory i holds tokens boundaries[i] to boundaries[i+1]
@@ -214,6 +216,7 @@ class Pack:
     step_samples: tuple[Sample, ...]
     offset: int
     experts: torch.Tensor | None = None
+    recorded_logprobs: torch.Tensor | None = None
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -238,6 +241,16 @@ class Pack:
     def step_index(self) -> list[int]:
         """Numbers in the batch of ``step_samples``."""
         return [sample.index for sample in self.step_samples]
+
+    def label_places(self, starts: Sequence[int]) -> np.ndarray:
+        """int64 [T]: where the labels of this rank are among all tokens of the batch, laid end to end, of which
+        trajectory number i has those from ``starts[i]`` on; -1 for padding."""
+        whole: np.ndarray = np.full(self.layout.total, -1, np.int64)
+        first = 0
+        for sample, length in zip(self.samples, self.layout.lengths, strict=False):
+            whole[first : first + sample.cost] = starts[sample.index] + 1 + np.arange(sample.cost)
+            first += length
+        return whole[self.layout.take]
 
 
 def batch_samples(batch: Batch) -> list[list[Sample]]:
@@ -333,6 +346,7 @@ def make_pack(
         return whole[np.concatenate(order)]
 
     trajectories = [sample.trajectory for sample in samples]
+    recorded = _recorded(trajectories)
     tokens = filled([t.tokens[:-1] for t in trajectories], 0, np.int64)
     # padding inside a trajectory (context parallelism) counts as its own: no gradient ever reaches it
     segments = np.repeat(np.arange(len(layout.lengths)), layout.lengths)
@@ -356,6 +370,7 @@ def make_pack(
         step_samples=tuple(samples if step_samples is None else step_samples),
         offset=offset,
         experts=_experts(trajectories, layout),
+        recorded_logprobs=None if recorded is None else own(filled(recorded, 0.0, np.float32)),
     )
 
 
@@ -374,6 +389,13 @@ def _turns(trajectories: Sequence[Trajectory]) -> tuple[list[np.ndarray], np.nda
         np.add.at(sampled, found[-1][trajectory.loss_mask], 1)
         first += len(trajectory.turns)
     return found, sampled[:count]
+
+
+def _recorded(trajectories: Sequence[Trajectory]) -> list[np.ndarray] | None:
+    """The learner's own log-probs of the labels; None when a trajectory has none."""
+    found = [trajectory.recorded for trajectory in trajectories]
+    known = [recorded.logprobs[1:] for recorded in found if recorded is not None]
+    return known if len(known) == len(found) else None
 
 
 def _experts(trajectories: Sequence[Trajectory], layout: PackLayout) -> torch.Tensor | None:

@@ -179,7 +179,7 @@ class RecordedNorms(_ExactMode):
     def find_baselines(self, state: BatchState, plan: StepPlan) -> None:
         terms, packs = self._passes.terms, plan.trained
         if self._norm_pack_tokens != self.max_pack_tokens:
-            packs = plan.repacked(self._passes.parallel, self._norm_pack_tokens)
+            packs = plan.repacked(self._passes.config, self._passes.parallel, self._norm_pack_tokens)
         observer, terms.observer = terms.observer, None  # what it sees decides on the step
         try:
             self._backward.run(state, packs, partial(self._record, state), [])

@@ -38,6 +38,7 @@ _AGREED = (
     "mismatch_tokens",
     "noise_sum",
     "noise_squares",
+    "mismatch_log_ratio",
 )
 
 
@@ -92,10 +93,11 @@ class BatchState:
     Found in the step; ``agree`` gives all ranks what the owners know:
 
     owners              int64: 1 on a rank that computed the sample; agreed: how many ranks did
-    log_ratio           l_i = sum over sampled tokens of (log pi_theta - log mu)
+    log_ratio           l_i = sum over sampled tokens of (log pi_theta - log mu); of the lag alone with a record
+    mismatch_log_ratio  with a record: sum over sampled tokens of (what the learner recorded - log mu); else 0
     logprob_sum         sum of v_t log pi_t over sampled tokens, v as of ``Objective.reported``
     entropy_sum         sum over sampled tokens
-    weight_sum          sum over sampled tokens of ``Objective.token_ratios``; 0 where weights are by sequence
+    weight_sum          sum over sampled tokens of ``Objective.token_ratios``; 0 where tokens have no weights
     kl_sum              sum over sampled tokens of the estimates of KL to the reference
     mismatch_sum, mismatch_max, mismatch_tokens  of |log pi - log mu| over sampled tokens of the current version
     noise_sum, noise_squares  of log pi - log mu over the same tokens
@@ -134,6 +136,7 @@ class BatchState:
     mismatch_tokens: Tensor = field(init=False)
     noise_sum: Tensor = field(init=False)
     noise_squares: Tensor = field(init=False)
+    mismatch_log_ratio: Tensor = field(init=False)
     has_norm: Tensor = field(init=False)
     grad_norm: Tensor = field(init=False)
     fell_back: Tensor = field(init=False)
@@ -147,7 +150,9 @@ class BatchState:
         n = len(self.rewards)
         for name in ("log_ratio", "logprob_sum", "entropy_sum", "weight_sum", "kl_sum"):
             setattr(self, name, torch.zeros(n, dtype=torch.float64))
-        for name in ("mismatch_sum", "mismatch_max", "mismatch_tokens", "noise_sum", "noise_squares"):
+        for name in ("mismatch_sum", "mismatch_max", "mismatch_tokens", "mismatch_log_ratio"):
+            setattr(self, name, torch.zeros(n, dtype=torch.float64))
+        for name in ("noise_sum", "noise_squares"):
             setattr(self, name, torch.zeros(n, dtype=torch.float64))
         self.owners = torch.zeros(n, dtype=torch.int64)
         self.has_norm, self.fell_back = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)

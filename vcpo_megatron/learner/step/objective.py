@@ -2,6 +2,7 @@
 
     linear methods   v_t w_i (R_i - b_i)/std + a          v_t weight of the token or its turn, or 1; w_i of the
                                                           sequence, or 1
+    with a record    c_t v_t w_i (R_i - b_i)/std + a      w_i and v_t of the lag alone, c_t the mismatch's cut ratio
     other methods    surrogate(ratios, (R_i - b_i)/std)_t + a
 
 Samples of zero-variance groups get 0, but for a surrogate of the whole batch, which sees them with advantage 0. a is
@@ -35,6 +36,27 @@ class Objective:
         self._algorithm = algorithm
         self._sum_over_context = sum_over_context
         self._bounds = Bounds(algorithm.is_threshold, self.method.ratio_low, self.method.ratio_high)
+        #: Whether l_i is the lag alone, counted from the log-probs that the learner recorded.
+        self.splits = algorithm.mismatch == "recorded"
+        #: Whether the gradient of a trajectory holds numbers of its tokens or turns, which no coefficient of it may
+        #: multiply.
+        self.has_token_weights = self.method.weighs_parts or self.splits
+
+    # --- log ratios -----------------------------------------------------------------------------
+
+    def log_ratios(self, pack: Pack, policy: Tensor) -> Tensor:
+        """What l_i is the sum of: log pi_theta less log mu, or less what the learner recorded; float64 [T]."""
+        return importance.token_log_ratios(policy, self._recorded(pack), pack.mask)
+
+    def mismatch(self, pack: Pack) -> Tensor:
+        """What the learner recorded less log mu, 0 where nothing is recorded; float64 [T]."""
+        return importance.token_log_ratios(self._recorded(pack), pack.behavior_logprobs, pack.mask)
+
+    def _recorded(self, pack: Pack) -> Tensor:
+        if not self.splits:
+            return pack.behavior_logprobs
+        assert pack.recorded_logprobs is not None, "the step was planned without the learner's log-probs"
+        return pack.recorded_logprobs
 
     # --- weights --------------------------------------------------------------------------------
 
@@ -50,26 +72,39 @@ class Objective:
         return self._log_weights(log_ratio, growth).exp()
 
     def token_weights(self, pack: Pack, policy: Tensor) -> Tensor:
-        """v_t [T] of detached log-probs, that of the token or of its turn; 1 where weights are by sequence, or none."""
-        if not self.method.weighs_parts:
-            return torch.ones_like(policy)
-        ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
+        """v_t [T] of detached log-probs, that of the token or of its turn; 1 where weights are by sequence, or none.
+        With a record times c_t."""
+        weights = torch.ones_like(policy)
+        if self.method.weighs_parts:
+            weights = importance.bounded_exp(self._log_part_weights(pack, policy)).to(policy.dtype)
+        if not self.splits:
+            return weights
+        cap = self._algorithm.mismatch_threshold
+        recorded, behavior = self._recorded(pack), pack.behavior_logprobs
+        return weights * importance.mismatch_weights(recorded, behavior, pack.mask, cap).to(policy.dtype)
+
+    def _log_part_weights(self, pack: Pack, policy: Tensor) -> Tensor:
+        """log of the weight of each token, or of its turn: float64 [T]."""
+        ratios = self.log_ratios(pack, policy)
         if self.method.is_level == "token":
-            logs = self._log_weights(ratios)
-        else:
-            turns = importance.segment_sum(ratios, pack.mask, pack.turns, len(pack.turn_tokens))
-            growth = importance.threshold_growth(pack.turn_tokens, self._algorithm.is_threshold_length)
-            logs = torch.nn.functional.pad(self._log_weights(self._sum_over_context(turns), growth), (0, 1))[pack.turns]
-        return importance.bounded_exp(logs).to(policy.dtype)
+            return self._log_weights(ratios)
+        turns = importance.segment_sum(ratios, pack.mask, pack.turns, len(pack.turn_tokens))
+        growth = importance.threshold_growth(pack.turn_tokens, self._algorithm.is_threshold_length)
+        logs = self._log_weights(self._sum_over_context(turns), growth)
+        return torch.nn.functional.pad(logs, (0, 1))[pack.turns]
 
     def mean_weight(self, state: BatchState) -> float:
         """Mean of the batch's truncated weights: of trajectories, or of tokens where weights or ratios are theirs or
         their turns'.
 
-        Its expectation is 1, less what truncation takes; 1 for a method that corrects nothing.
+        Its expectation is 1, less what truncation takes; 1 for a method that corrects nothing. With a record it is the
+        mean of w_i c_t: an answer that the learner itself finds impossible says nothing, whatever its lag.
         """
         if self.method.is_level == "sequence":
-            return float(self.sequence_weights(state.log_ratio, state.threshold_growth).mean())
+            weights = self.sequence_weights(state.log_ratio, state.threshold_growth)
+            if self.splits:
+                weights = weights * state.weight_sum / state.sampled_tokens.clamp(min=1.0)
+            return float(weights.mean())
         return float(state.weight_sum.sum() / state.sampled_tokens.sum()) if self.method.corrected else 1.0
 
     def token_ratios(self, pack: Pack, policy: Tensor) -> Tensor:
@@ -88,11 +123,12 @@ class Objective:
     def trajectory_coefficients(self, numbers: SampleNumbers, log_ratio: Tensor) -> Tensor:
         """What multiplies s_i / w_i of a linear method: w_i (R_i - b_i) / std, and a where no token has a weight.
 
-        A trajectory's gradient holds weights of tokens or turns, and the anchor is a term of its own: ``token_anchor``.
+        A trajectory's gradient holds the weights of its tokens or turns, and the anchor is then a term of its own:
+        ``token_anchor``.
         """
         weights, advantages = self.sequence_weights(log_ratio, numbers.threshold_growth), self.advantages(numbers)
         weighted = torch.where(advantages == 0.0, 0.0, weights * advantages)  # a weight without bound may be infinite
-        return weighted if self.method.weighs_parts else weighted + self._anchors(numbers)
+        return weighted if self.has_token_weights else weighted + self._anchors(numbers)
 
     def coefficients(
         self, state: BatchState, index: Sequence[int], numbers: SampleNumbers, log_ratio: Tensor
@@ -100,7 +136,7 @@ class Objective:
         """Of a micro-step's trajectories ``index``, and those of one reward together where no anchor pulls on them."""
         gradient = self.trajectory_coefficients(numbers, log_ratio)
         sums = self.sequence_weights(log_ratio, numbers.threshold_growth)
-        if not self.method.weighs_parts and state.anchor != 0.0:
+        if not self.has_token_weights and state.anchor != 0.0:
             return Coefficients(gradient, sums)
         classes: dict[float, list[int]] = {}
         for i, reward in enumerate(state.rewards[list(index)].tolist()):
@@ -112,7 +148,7 @@ class Objective:
 
     def has_token_anchor(self, state: BatchState) -> bool:
         """Whether a linear method's anchor cannot be one coefficient a trajectory; the same on all ranks."""
-        return self.method.linear and self.method.weighs_parts and state.anchor != 0.0
+        return self.method.linear and self.has_token_weights and state.anchor != 0.0
 
     def token_anchor(self, numbers: SampleNumbers, pack: Pack, policy: Tensor) -> Tensor:
         """What the anchor adds to the coefficients of tokens that have weights: [T], dtype of ``policy``."""

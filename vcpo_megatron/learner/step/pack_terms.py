@@ -83,10 +83,12 @@ class PackTerms:
         logprobs, entropy = self.score(pack, logits)
         objective, policy = self._objective, logprobs.detach()
         ratios = importance.token_log_ratios(policy, pack.behavior_logprobs, pack.mask)
-        log_ratio = self.sums(pack, ratios)
+        log_ratio = self.sums(pack, objective.log_ratios(pack, policy) if objective.splits else ratios)
         self._rows = {"log_ratio": log_ratio, "entropy_sum": self.sums(pack, entropy.detach())}
         state.owners[pack.index] = 1
-        if objective.method.is_level != "sequence":
+        if objective.splits:
+            self._rows["mismatch_log_ratio"] = self.sums(pack, objective.mismatch(pack))
+        if objective.splits or objective.method.is_level != "sequence":
             self._rows["weight_sum"] = self.sums(pack, objective.token_ratios(pack, policy))
         self._record_mismatch(pack, ratios)
         if objective.needs_statistic(state):

@@ -67,6 +67,27 @@ class Passes:
             with self._reference.swapped():
                 self._forward_only(packs, partial(self._forward_reference, state))
 
+    def logprobs(self, packs: Sequence[Pack], starts: Sequence[int], tokens: int) -> torch.Tensor:
+        """log pi of the packs' labels, at their places among all ``tokens`` of the batch (``Pack.label_places``), and 0
+        elsewhere: float64, on the host, the same on all ranks. No part of a step: nothing aborts it."""
+        copies: list[tuple[Pack, platform.HostCopy]] = []
+
+        def forward(pack: Pack, model: torch.nn.Module) -> ForwardStep:
+            def loss(logits: torch.Tensor) -> Loss:
+                copies.append((pack, platform.start_read(self.terms.score(pack, logits)[0])))
+                return as_loss(logits.new_zeros(()))
+
+            return self.output(pack, model), loss
+
+        with self.trainable.no_sync():
+            lengths = [pack.length for pack in packs]
+            run_schedule(self.trainable.wrapped, packs, forward, lengths=lengths, forward_only=True)
+        found = torch.zeros(tokens, dtype=torch.float64)
+        for pack, copy in copies if self.parallel.tensor_rank == 0 else ():
+            places = torch.from_numpy(pack.label_places(starts))
+            found[places[places >= 0]] = copy.wait()[places >= 0].double()
+        return agree_sum(found, self.parallel)
+
     def find_statistic(self, state: BatchState, packs: Sequence[Pack]) -> None:
         """The one number of the whole batch that the method asks for, the same on all ranks."""
         with self._abort.caught():

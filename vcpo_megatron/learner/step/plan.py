@@ -46,18 +46,25 @@ class StepPlan:
         mine = assign_groups(costs, parallel.replicas)[parallel.replica]
         zero_variance = [sample for g in mine if not scales[g].has_variance for sample in groups[g]]
         trained = [groups[g] for g in mine if scales[g].has_variance]
-        # gathering all tokens everywhere takes as many of every rank
-        equal = config.parallel.expert_dispatcher == "allgather" and parallel.expert_data_size > 1
-        packer = _Packer(parallel, max_pack_tokens, platform.device(), equal, version)
+        packer = _Packer.of(config, parallel, max_pack_tokens, version)
         return cls(packer.packs([zero_variance]), packer.packs(trained))
 
-    def repacked(self, parallel: Parallel, max_pack_tokens: int) -> tuple[Pack, ...]:
+    def repacked(self, config: RunConfig, parallel: Parallel, max_pack_tokens: int) -> tuple[Pack, ...]:
         """The samples of ``trained`` once more, in packs of another size and without a version."""
         groups: dict[int, list[Sample]] = {}
         for pack in self.trained:
             groups.setdefault(pack.group, []).extend(pack.step_samples)
         ordered = [sorted(group, key=lambda sample: sample.index) for group in groups.values()]
-        return _Packer(parallel, max_pack_tokens, platform.device(), False, None).packs(ordered)
+        return _Packer.of(config, parallel, max_pack_tokens, None).packs(ordered)
+
+
+def scoring_packs(
+    groups: Sequence[Sequence[Sample]], config: RunConfig, parallel: Parallel, max_pack_tokens: int
+) -> tuple[Pack, ...]:
+    """This rank's packs of ``groups`` for a forward without a step, each group cut as a step cuts it."""
+    mine = assign_groups([sum(sample.cost for sample in group) for group in groups], parallel.replicas)
+    packer = _Packer.of(config, parallel, max_pack_tokens, None)
+    return packer.packs([groups[g] for g in mine[parallel.replica]])
 
 
 def pack_tokens(per_sample: Sequence[str], config: RunConfig, parallel: Parallel) -> int:
@@ -87,6 +94,12 @@ class _Packer:
     device: torch.device
     equal_lengths: bool
     version: int | None
+
+    @classmethod
+    def of(cls, config: RunConfig, parallel: Parallel, max_tokens: int, version: int | None) -> _Packer:
+        # gathering all tokens everywhere takes as many of every rank
+        equal = config.parallel.expert_dispatcher == "allgather" and parallel.expert_data_size > 1
+        return cls(parallel, max_tokens, platform.device(), equal, version)
 
     def packs(self, groups: Sequence[Sequence[Sample]]) -> tuple[Pack, ...]:
         """This rank's pack of every micro-step, padded with empty steps to what the schedule asks for."""

@@ -49,6 +49,7 @@ def step_metrics(
     factor = torch.where(state.has_variance, advantage, 0.0) if linear else torch.ones_like(advantage)
     norms = state.grad_norm[~state.grad_norm.isnan()]
     tokens, first = state.sampled_tokens.sum(), state.first_members
+    to_behavior = -(state.log_ratio + state.mismatch_log_ratio)  # sums of log mu - log pi, with a record or without
     return {
         "loss": -float((factor * state.loss_coefficients * state.logprob_sum).sum()),
         "reward/mean": float(state.rewards.mean()),
@@ -63,8 +64,8 @@ def step_metrics(
         "baseline/fallbacks": float(state.fell_back[first].sum()),
         "baseline/accumulator_error": _accumulator_error(state),
         "groups/zero_variance": float((~state.has_variance)[first].sum()),
-        "kl/behavior": -float(state.log_ratio.sum() / tokens),
-        "kl/behavior_trajectory": -float(state.log_ratio.mean()),
+        "kl/behavior": float(to_behavior.sum() / tokens),
+        "kl/behavior_trajectory": float(to_behavior.mean()),
         "kl/reference": float(state.kl_sum.sum() / tokens),
         "entropy": float(state.entropy_sum.sum() / tokens),
         "tokens/trained": float(tokens),
@@ -89,6 +90,14 @@ def ess_by_bucket(state: BatchState, ages: torch.Tensor) -> dict[str, float]:
             if len(own) >= FEWEST:
                 found[bucket.key] = ess_ratio(own)
     return found
+
+
+def spreads(state: BatchState) -> dict[str, float]:
+    """Standard deviations over trajectories, population, of the two parts of their log ratios (nats)."""
+    return {
+        "mismatch/spread": float(state.mismatch_log_ratio.std(correction=0)),
+        "lag/spread": float(state.log_ratio.std(correction=0)),
+    }
 
 
 def trajectory_results(state: BatchState, weights: torch.Tensor, batch: Batch) -> tuple[TrajectoryResult, ...]:

@@ -54,9 +54,9 @@ class EssState:
 
     def on_policy_ratio(self, state: BatchState, algorithm: AlgorithmConfig) -> float | None:
         """ESS / N that mismatch alone would give a batch of these lengths; None before the first token of a current
-        version."""
+        version, and where l is the lag alone."""
         noise = TokenNoise(self.noise_tokens, self.noise_mean, self.noise_square)
-        if not noise.tokens:
+        if not noise.tokens or algorithm.mismatch == "recorded":
             return None
         inflation = statistics.median(self.inflations) if self.inflations else 1.0
         return noise_ess_ratio(state.sampled_tokens * noise.variance * inflation, _log_bounds(state, algorithm))
@@ -158,9 +158,11 @@ def _noise_sums(state: BatchState) -> tuple[float, float, float]:
 
 
 def _inflation(ratio: float, state: BatchState, algorithm: AlgorithmConfig) -> list[float]:
-    """What the ratio of an on-policy batch says beyond its tokens' noise; nothing of others, or without noise."""
+    """What the ratio of an on-policy batch says beyond its tokens' noise; nothing of others, without noise, or where
+    none is in the ratio."""
     noise = TokenNoise().with_tokens(*_noise_sums(state))
-    if noise.variance == 0 or not torch.equal(state.mismatch_tokens, state.sampled_tokens):
+    is_on_policy = torch.equal(state.mismatch_tokens, state.sampled_tokens)
+    if algorithm.mismatch == "recorded" or noise.variance == 0 or not is_on_policy:
         return []
     return [noise_inflation(ratio, state.sampled_tokens * noise.variance, _log_bounds(state, algorithm))]
 

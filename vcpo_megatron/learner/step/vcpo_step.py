@@ -12,6 +12,9 @@ For trajectory i of prompt group g in a batch of N, with behaviour log-probs log
 
 Weights may be of tokens or turns: then s_i = grad sum_t c_i v_t log pi_theta takes the place of w_i g_i.
 
+With the learner's own log-probs log pi_v' recorded (``algorithm.mismatch``) l_i counts from them, and g_i holds the
+truncated ratios c_t = min(pi_v' / mu, cap) of its tokens.
+
 How b_g meets the gradient is the business of a ``BaselineMode``; ``Objective`` holds the formulas, ``BatchState`` the
 numbers, ``Passes`` what the model computes.
 """
@@ -22,6 +25,7 @@ import math
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from megatron.core.distributed import finalize_model_grads
 
@@ -34,8 +38,8 @@ from .abort import AbortCheck
 from .baseline_modes import baseline_mode, start_reductions
 from .batch_state import BatchState, RankSums
 from .passes import Passes
-from .plan import StepPlan
-from .results import StepOutcome, ess_by_bucket, step_metrics, trajectory_results
+from .plan import StepPlan, scoring_packs
+from .results import StepOutcome, ess_by_bucket, spreads, step_metrics, trajectory_results
 from .step_size import EssState, StepBounds, batch_ess_ratio, step_bounds
 
 #: Why a step is skipped.
@@ -108,9 +112,26 @@ class VcpoStep:
         outcome = StepOutcome(ratio, on_policy, scale, rate, norm, skipped, seconds, bounds)
         return self._result(batch, version, state, outcome)
 
+    def record(self, batch: Batch) -> np.ndarray:
+        """log pi that the current parameters give every token of ``batch``, at the sampling temperature, one trajectory
+        after another: float32; 0 where the policy did not sample it. Called by all ranks alike, and the same on all."""
+        groups = batch_samples(batch)
+        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        ends = np.cumsum([len(trajectory.tokens) for trajectory in trajectories]).tolist()
+        packs = scoring_packs(groups, self.config, self.parallel, self._mode.max_pack_tokens)
+        found = self._passes.logprobs(packs, [0, *ends[:-1]], ends[-1]).numpy()
+        sampled = np.concatenate([trajectory.loss_mask for trajectory in trajectories])
+        return np.where(sampled, found, 0.0).astype(np.float32)
+
     def _plan(self, batch: Batch, version: int) -> tuple[BatchState, StepPlan]:
         """What is known before the step, and this rank's packs; ``version`` is that of the policy before the step."""
         groups, config = batch_samples(batch), self.config
+        missing = [group.group_id for group in batch.groups if not group.recorded]
+        if missing and config.algorithm.mismatch == "recorded":
+            raise ValueError(
+                f"group {missing[0]} of step {batch.step} came without the learner's log-probs, which "
+                'algorithm.mismatch = "recorded" needs'
+            )
         state = BatchState.of(groups, config.algorithm, config.rollout.max_new_tokens, self.ess_state.previous_ratio)
         plan = StepPlan.of(groups, state.scales, config, self.parallel, self._mode.max_pack_tokens, version)
         return state, plan
@@ -159,5 +180,7 @@ class VcpoStep:
         metrics = step_metrics(state, outcome, weights, ess_ratio_truncated=truncated, linear=objective.method.linear)
         ages = torch.tensor([version.number - 1 - t.oldest_version for g in batch.groups for t in g.trajectories])
         metrics |= {"weight/mean": objective.mean_weight(state), **ess_by_bucket(state, ages), **self._passes.metrics}
+        if objective.splits:
+            metrics |= spreads(state)
         trajectories = trajectory_results(state, weights, batch)
         return StepResult(batch.step, version, outcome.skipped, metrics, trajectories)

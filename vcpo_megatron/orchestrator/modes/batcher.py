@@ -117,7 +117,8 @@ class Batcher:
         if decision.take:
             return f"the batch of step {version} is complete; nobody has asked for it"
         named = ", ".join(
-            f"{group_id} (version {live[group_id].version}, samples {list(live[group_id].missing)} missing)"
+            f"{group_id} (version {live[group_id].version}, "
+            + ("not scored)" if live[group_id].whole else f"samples {list(live[group_id].missing)} missing)")
             for group_id in decision.waits_for[:_NAMED]
         )
         more = len(decision.waits_for) - _NAMED

@@ -4,6 +4,9 @@
                                      meanwhile the learner takes step t on batch t
     then:                            row, checkpoint, version t + 1 to the servers
 
+Where the learner is to score what was sampled (``algorithm.mismatch`` = "recorded"), version t does so before step t:
+the step waits for the whole of the stage's sampling, and the two halves run one after the other.
+
 A stop ends a stage whose step is not done as if it had not begun: what version t sampled is sampled again, to the same
 tokens, after a resume from checkpoint t. When the step is done, the rest of the stage has its part of
 ``launch.grace_s``, since no later version could sample it; if that is too short, the run ends with the checkpoints it
@@ -242,8 +245,10 @@ class ExactRun:
         groups_per_step: int,
         group_size: int,
         evaluate: Sequence[int],
+        recorded: bool,
         stop: StopRequest,
     ) -> None:
+        self._recorded = recorded
         self._sampler, self._fleet, self._sync = sampler, fleet, sync
         self._ledger, self._trainer, self._results = ledger, trainer, results
         self._steps, self._lag = steps, lag
@@ -253,6 +258,7 @@ class ExactRun:
         self._batches: dict[int, Batch] = {}
         self._weights: WeightsReady | None = None
         self._at = ""
+        self._drawn = -1  # newest stage whose sampling is done
         self._sampled = -1  # newest stage whose sampling and evaluation are done
 
     def on_weights(self, weights: WeightsReady) -> None:
@@ -284,15 +290,21 @@ class ExactRun:
                     self._at = f"batch {index} is being sampled by version {step}"
                     self._batches[index] = await self._batch(index, step)
                     self._fleet.changes.notify()
+            self._drawn = step
+            self._fleet.changes.notify()
             if step in self._evaluate:
                 await self._evaluation(step)
             self._at = f"stage {step} waits for the learner"
             self._sampled = step
             self._fleet.changes.notify()
 
+        def begins() -> bool:
+            """The learner may leave version ``step``, which scores what it samples."""
+            return self._drawn == step if self._recorded else step in self._batches
+
         async def learn() -> tuple[Batch, StepResult, float]:
-            await self._fleet.changes.until(lambda: (step in self._batches or self._stop.made) or None)
-            waited, batch = time.monotonic() - started, self._batches.get(step)
+            await self._fleet.changes.until(lambda: (begins() or self._stop.made) or None)
+            waited, batch = time.monotonic() - started, self._batches.get(step) if begins() else None
             if batch is None:
                 raise _StageAborted(whole=True)
             result = await self._trainer.take(batch, may_go_on=lambda: self._sampled == step)
@@ -350,6 +362,8 @@ class ExactRun:
         if missing:
             numbered = [(self._ledger.cursor.new_id(), position) for position in missing]
             groups = await self._sampler.groups(numbered, self._group_size)
+            if self._recorded:
+                groups = list(await self._trainer.score(groups))
             sampled = dict(zip(missing, groups, strict=True))
             await self._ledger.admit_whole(sampled, self._sampler.take_times())
             known |= sampled

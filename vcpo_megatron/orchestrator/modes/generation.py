@@ -110,7 +110,7 @@ class Generation:
         self._ends: list[asyncio.Future[bool]] = []
 
     def begin(self) -> None:
-        """End complete groups without variance that a crash came too early for, before anyone can ask for a batch."""
+        """End whole groups without variance that a crash came too early for, before anyone can ask for a batch."""
         groups = [group for group in self._ledger.live.values() if self._lacks_variance(group)]
         self._ends = [self._drop_zero_variance(group) for group in groups]
 
@@ -206,7 +206,7 @@ class Generation:
         finally:
             work.lease.release()
         group = await self._ledger.finish(trajectory, times)
-        if group is not None and group.complete:
+        if group is not None and group.whole:
             await self._completed(group)
 
     async def _episode(self, work: _Work, sample_index: int) -> tuple[Trajectory, EpisodeTimes]:
@@ -237,8 +237,8 @@ class Generation:
             self._zero_variance_in_a_row = 0
 
     def _lacks_variance(self, group: LiveGroup) -> bool:
-        """Whether the rewards of a complete group are all equal, and such groups are dropped."""
-        if not self._rules.drop_zero_variance or not group.complete:
+        """Whether the rewards of a whole group are all equal, and such groups are dropped."""
+        if not self._rules.drop_zero_variance or not group.whole:
             return False
         return not has_variance([member.reward for member in group.members.values()])
 

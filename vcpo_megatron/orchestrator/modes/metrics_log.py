@@ -17,7 +17,7 @@ from typing import Any
 
 from ...observability.metrics import StepMetrics
 from ...observability.sinks import Row, Sink, cut_back, read_rows
-from ...types import Batch, StepResult
+from ...types import Batch, StepResult, Trajectory
 from ..store.reader import Counts
 
 #: Share of held-out samples that may fail in an evaluation by which a checkpoint becomes the best.
@@ -183,6 +183,8 @@ def step_row(batch: Batch, result: StepResult, counts: Counts, times: Mapping[st
     tokens = [(count, batch.step - version) for one in trajectories for version, count in one.sampled_by_version]
     if sampled := sum(count for count, _ in tokens):
         own.observe("staleness/token_mean", sum(count * lag for count, lag in tokens) / sampled)
+    if ages := _ages_at_record(trajectories):
+        own.observe("mismatch/versions", sum(count * age for count, age in ages) / sum(count for count, _ in ages))
     own.observe("step/skipped", float(bool(result.skipped)))
     for name, seconds in times.items():
         own.observe(name, seconds)
@@ -199,3 +201,15 @@ def step_row(batch: Batch, result: StepResult, counts: Counts, times: Mapping[st
         "rollouts/failed": counts.failed,
         "tokens/trained": trained,
     }
+
+
+def _ages_at_record(trajectories: Sequence[Trajectory]) -> list[tuple[int, int]]:
+    """(sampled tokens, versions between the one that sampled them and the one that recorded its log-probs of them) of
+    every span; of what the learner has not scored none."""
+    return [
+        (count, one.recorded.version.number - version)
+        for one in trajectories
+        if one.recorded is not None
+        for version, count in one.sampled_by_version
+        if count
+    ]

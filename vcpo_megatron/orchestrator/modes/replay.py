@@ -31,7 +31,8 @@ def open_recorded(config: RunConfig) -> StoreReader:
 def recorded_steps(recorded: StoreReader, config: RunConfig, first_step: int) -> int:
     """Number of steps to take: ``train.steps``, or as many as were recorded from step 0 on without a gap.
 
-    RunError when there is none at or after ``first_step``, or when its batch has another shape than this run's.
+    RunError when there is none at or after ``first_step``, when its batch has another shape than this run's, or when it
+    lacks log-probs that this run needs.
     """
     known = set(recorded.trained_steps())
     count = next(step for step in range(len(known) + 1) if step not in known)
@@ -46,6 +47,11 @@ def recorded_steps(recorded: StoreReader, config: RunConfig, first_step: int) ->
             f"train.groups_per_step = {config.train.groups_per_step}, "
             f"train.updates_per_batch = {config.train.updates_per_batch}, "
             f"train.group_size = {config.train.group_size}"
+        )
+    if config.algorithm.mismatch == "recorded" and not all(group.recorded for group in groups):
+        raise RunError(
+            f"rollout.replay = {config.rollout.replay}: holds no log-probs of a learner, which algorithm.mismatch = "
+            '"recorded" needs; replay a run that had it, or set mismatch = "none"'
         )
     if count < config.train.steps:
         print(f"replay: {count} of train.steps = {config.train.steps} steps are recorded; the run ends after them")
@@ -87,7 +93,13 @@ class Replay:
             if position not in known
         }
         await self._ledger.admit_whole(fresh)
-        known |= fresh
+        again = {  # scored by a version that a resume has undone, whose log-probs are recorded all the same
+            position: renumbered(group, known[position].group_id)
+            for position, group in zip(positions, recorded, strict=True)
+            if position in known and group.recorded and not known[position].recorded
+        }
+        await self._ledger.record(list(again.values()))
+        known |= fresh | again
         return Batch(step, tuple(known[position] for position in positions))
 
     def describe(self) -> str:

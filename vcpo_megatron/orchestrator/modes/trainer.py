@@ -2,6 +2,8 @@
 
 ``take``        consumes: a batch            produces: trained marks in the store, the step's result
                 waits for: StepDone          unblocked by: the learner, or its deadline; after a stop by StepAborted
+``score``       consumes: whole groups       produces: the learner's own log-probs of their tokens
+                waits for: GroupsScored      unblocked by: the learner, or its deadline
 ``checkpoint``  waits for: CheckpointDone    unblocked by: the learner, or its deadline
 
 A step's trained marks are durable before a checkpoint that contains the step is asked for. The learner copies its
@@ -16,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from ...config.process import WARNING_PREFIX
@@ -26,7 +28,7 @@ from ...observability.mismatch import MismatchWatch
 from ...observability.weights import WeightWatch
 from ...run.directory import RunDirectory
 from ...run.tasks import RunError, StopRequest, cancel
-from ...types import Batch, StepResult
+from ...types import Batch, Group, StepResult
 from ..peers.learner import LearnerLink
 from ..store.ledger import GroupLedger
 from ..store.reader import Counts
@@ -71,6 +73,7 @@ class Trainer:
         self._last_step_s = 0.0
         self._step_ended = time.monotonic()
         self._skipped_in_a_row = 0
+        self._score_s = 0.0  # since the last row
         self._mismatch = MismatchWatch(config)
         self._weights = WeightWatch()
         self._learning = LearningWatch()
@@ -83,6 +86,14 @@ class Trainer:
     def begin(self) -> None:
         """Everything is started: the first step's time counts from here."""
         self._step_ended = time.monotonic()
+
+    async def score(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        """``groups`` with the log-probs that the learner, at the version that it holds, gives their tokens; not durable
+        yet."""
+        started = time.monotonic()
+        scored = await self._link.score(Batch(self.version, tuple(groups)))
+        self._score_s += time.monotonic() - started
+        return scored
 
     async def take(self, batch: Batch, *, may_go_on: Callable[[], bool] = lambda: True) -> StepResult | None:
         """One optimizer step on ``batch``; None when it was aborted because of a stop. ControlError when the learner
@@ -128,6 +139,8 @@ class Trainer:
         now = time.monotonic()
         times = {"time/step": now - self._step_ended, "time/wait_batch": wait_s, **sync}
         self._step_ended = now
+        if self._config.algorithm.mismatch == "recorded":
+            times["time/score"], self._score_s = self._score_s, 0.0
         row = step_row(batch, result, counts, times)
         if self.pacer is not None:
             row["staleness/admitted"] = self.pacer.lag

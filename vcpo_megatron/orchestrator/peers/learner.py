@@ -4,7 +4,7 @@
                            waits for: the next message          unblocked by: the learner
 ``LearnerLink.heartbeat``  consumes: nothing                    produces: Heartbeat, for the learner's own deadline
                            waits for: time; ends the run when weights are owed and the learner is silent
-``train``, ``checkpoint``, ``probe``
+``train``, ``checkpoint``, ``probe``, ``score``
                            wait for: their answer               unblocked by: ``receive``, or by the learner's silence:
                            ``launch.timeout_s`` seconds without any message end the wait with ControlError
 
@@ -29,12 +29,14 @@ from ...transport.messages import (
     ControlError,
     Error,
     GroupOpened,
+    GroupsScored,
     Heartbeat,
     Hello,
     Loaded,
     Message,
     Probe,
     ProbeResult,
+    ScoreGroups,
     SendingFailed,
     StepAborted,
     StepDone,
@@ -44,9 +46,9 @@ from ...transport.messages import (
     WeightsReady,
     WeightsSent,
 )
-from ...types import Batch, PolicyVersion, StepResult
+from ...types import Batch, Group, PolicyVersion, StepResult
 
-_M = TypeVar("_M", Hello, Loaded, ProbeResult, StepDone, CheckpointDone, WeightsReady)
+_M = TypeVar("_M", Hello, Loaded, ProbeResult, GroupsScored, StepDone, CheckpointDone, WeightsReady)
 
 
 class ControlSocket(Protocol):
@@ -155,6 +157,19 @@ class LearnerLink:
     async def probe(self, tokens: np.ndarray) -> np.ndarray:
         """Log-probs float32 [L-1] of ``tokens`` int32 [L] under the learner's parameters."""
         return (await self._ask(Probe(tokens), ProbeResult)).logprobs
+
+    async def score(self, batch: Batch) -> tuple[Group, ...]:
+        """The groups of ``batch``, whose ``step`` is the learner's version, with its own log-probs of their tokens.
+        ControlError when it answers by another version, or for other tokens."""
+        answer = await self._ask(ScoreGroups(batch), GroupsScored)
+        sizes = [sum(len(trajectory.tokens) for trajectory in group.trajectories) for group in batch.groups]
+        if answer.version.number != batch.step or answer.logprobs.shape != (sum(sizes),):
+            raise ControlError(
+                f"the learner was asked for log-probs of {sum(sizes)} tokens by version {batch.step} and answered "
+                f"{list(answer.logprobs.shape)} by version {answer.version}"
+            )
+        parts = np.split(answer.logprobs, np.cumsum(sizes)[:-1])
+        return tuple(group.with_recorded(answer.version, own) for group, own in zip(batch.groups, parts, strict=True))
 
     async def train(self, batch: Batch) -> StepResult | None:
         """Have the learner take one step; None when it was aborted. ControlError when it answers for another one."""

@@ -1,7 +1,8 @@
 """Which groups there are and what state each is in: in memory for the event loop, written through to the store.
 
     admit     a group starts (``admit_whole``: complete ones are added)
-    finish    one of its trajectories is on disk; the group is complete when all are
+    finish    one of its trajectories is on disk; the group is whole when all are
+    record    the learner's own log-probs of a whole group are on disk, too, where a run needs them
     replace   a trajectory failed, another one is expected in its place
     fail      a trajectory failed, and its group ends with it
     drop      the group ends by choice
@@ -9,9 +10,10 @@
     begin     groups leave the queue as the batch of the next step
     train     that step was taken
 
-A trajectory is finished when it is durable, never before. An end frees the group's place at once; writes are carried
-out in the order of the calls, and what is returned is done when they are durable. The staleness bound, the batcher and
-the generation ask here; nobody else keeps a list of groups.
+A trajectory is finished when it is durable, never before. A group is complete, and may be trained, when it is whole
+and, with ``recorded``, scored. An end frees the group's place at once; writes are carried out in the order of the
+calls, and what is returned is done when they are durable. The staleness bound, the batcher and the generation ask here;
+nobody else keeps a list of groups.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Writer(Protocol):
 class LiveGroup:
     """A group that was admitted and has not ended. ``position``: of its prompt in the data; ``version``: number of the
     policy that it was admitted at; ``since``: when, on the ledger's clock; ``expected``: the sample indices that it
-    consists of; ``tasks``: what works on it, cancelled when it ends."""
+    consists of; ``tasks``: what works on it, cancelled when it ends; ``recorded``: it is not complete without the
+    learner's own log-probs."""
 
     group_id: int
     prompt_id: str
@@ -52,10 +55,17 @@ class LiveGroup:
     expected: set[int]
     members: dict[int, Trajectory] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    recorded: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether every trajectory is in."""
+        return self.members.keys() == self.expected
 
     @property
     def complete(self) -> bool:
-        return self.members.keys() == self.expected
+        """Whether it may be trained."""
+        return self.whole and not (self.recorded and any(t.recorded is None for t in self.members.values()))
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -67,7 +77,7 @@ class LiveGroup:
         """Number of the oldest version that sampled a token of it; what is not in yet may hold one as old as the
         version at admission."""
         versions = [trajectory.oldest_version for trajectory in self.members.values()]
-        return min(versions) if self.complete else min([self.version, *versions])
+        return min(versions) if self.whole else min([self.version, *versions])
 
     def group(self) -> Group:
         return Group(self.group_id, self.prompt_id, tuple(self.members[sample] for sample in sorted(self.members)))
@@ -99,10 +109,17 @@ class Cursor:
 
 
 class GroupLedger:
-    """Groups of a run whose learner is at ``version``. ``clock``: seconds, monotonic."""
+    """Groups of a run whose learner is at ``version``. ``recorded``: it trains on groups that it has scored itself.
+    ``clock``: seconds, monotonic."""
 
     def __init__(
-        self, writer: Writer, cursor: Cursor, *, version: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        writer: Writer,
+        cursor: Cursor,
+        *,
+        version: int = 0,
+        recorded: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._writer = writer
         self.clock = clock
@@ -114,6 +131,7 @@ class GroupLedger:
         #: What ``begin`` gave and ``train`` has not had yet.
         self.in_training: Batch | None = None
         self._failures = _FailuresInARow()
+        self._recorded = recorded
 
     @classmethod
     def resumed(
@@ -122,13 +140,14 @@ class GroupLedger:
         plan: ResumePlan,
         *,
         requeue: Iterable[int] = (),
+        recorded: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> GroupLedger:
         """Go on from a checkpoint, with its step and the groups that it left. ``requeue``: the data positions that
         waited at the checkpoint to be sampled again."""
         waiting = set(requeue) - set(plan.cursors.values())
         cursor = Cursor(plan.next_cursor, plan.next_group_id, sorted(waiting | set(plan.requeue)))
-        ledger = cls(writer, cursor, version=plan.step, clock=clock)
+        ledger = cls(writer, cursor, version=plan.step, recorded=recorded, clock=clock)
         for whole in plan.buffer:
             ledger._add(
                 whole.group_id, whole.prompt_id, plan.cursors[whole.group_id], whole.oldest_version, whole.trajectories
@@ -184,7 +203,9 @@ class GroupLedger:
         self, group_id: int, prompt_id: str, position: int, version: int, trajectories: Sequence[Trajectory]
     ) -> LiveGroup:
         members = {trajectory.sample_index: trajectory for trajectory in trajectories}
-        group = LiveGroup(group_id, prompt_id, position, version, self.clock(), set(members), members)
+        group = LiveGroup(
+            group_id, prompt_id, position, version, self.clock(), set(members), members, recorded=self._recorded
+        )
         self.live[group_id] = group
         return group
 
@@ -207,9 +228,20 @@ class GroupLedger:
         group = self.live.get(trajectory.group_id) if stored else None
         if group is not None:
             group.members[trajectory.sample_index] = trajectory
-            if group.complete:
+            if group.whole:
                 self._failures.ended(group.group_id, failed=False)
         return group
+
+    def unscored(self) -> list[Group]:
+        """Whole groups that the learner is still to score, in order of admission."""
+        return [group.group() for group in self.live.values() if group.whole and not group.complete]
+
+    async def record(self, groups: Sequence[Group]) -> None:
+        """Make the learner's log-probs of ``groups`` durable, then count those that have not ended as complete."""
+        await self._writer.submit(lambda store: [store.record(group) for group in groups])
+        for group in groups:
+            if (live := self.live.get(group.group_id)) is not None:
+                live.members.update({trajectory.sample_index: trajectory for trajectory in group.trajectories})
 
     async def replace(self, group_id: int, sample_index: int, reason: str) -> int:
         """A trajectory of a live group failed; the sample index of the one that is expected in its place."""
@@ -286,10 +318,10 @@ class GroupLedger:
         self.version = batch.step + 1
 
     def groups_at(self, positions: Iterable[int]) -> dict[int, Group]:
-        """Live groups that are complete, by data position, of those at ``positions``."""
+        """Live groups that are whole, scored or not, by data position, of those at ``positions``."""
         wanted = set(positions)
         return {
-            group.position: group.group() for group in self.live.values() if group.position in wanted and group.complete
+            group.position: group.group() for group in self.live.values() if group.position in wanted and group.whole
         }
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ...run.text import encodable
-from ...types import Group, Trajectory
-from .records import EpisodeTimes, experts_of, heldout_trajectory_of, times_of, trajectory_of
+from ...types import Group, LearnerRecord, Trajectory
+from .records import EpisodeTimes, experts_of, heldout_trajectory_of, recorded_of, times_of, trajectory_of
 from .schema import ADMITTED, DROPPED, FAILED, SAMPLED, TRAINED, WORKER_ENDED, StoreError, store_errors
 
 
@@ -207,9 +207,10 @@ class StoreReader:
         return bool(self._rows("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (table,)))
 
     def trajectory(self, group_id: int, sample_index: int) -> Trajectory | None:
-        """One trajectory with its tokens; None when none are stored (any more). Routed experts are left out."""
+        """One trajectory with its tokens; None when none are stored (any more). Routed experts and the learner's
+        log-probs are left out."""
         rows = self._sample_rows("s.group_id = ? AND s.sample_index = ?", (group_id, sample_index))
-        return trajectory_of(rows[0], None, str(self._path)) if rows else None
+        return trajectory_of(rows[0], str(self._path)) if rows else None
 
     def evaluations(self) -> list[dict[str, Any]]:
         """One row a version that was evaluated, ascending: ``version``, ``samples``, ``failed`` of them, and
@@ -249,9 +250,14 @@ class StoreReader:
         rows = self._rows("SELECT * FROM routing WHERE group_id = ? AND sample_index = ?", (group_id, sample_index))
         return experts_of(rows[0], str(self._path)) if rows else None
 
+    def _recorded(self, group_id: int, sample_index: int) -> LearnerRecord | None:
+        rows = self._rows("SELECT * FROM recorded WHERE group_id = ? AND sample_index = ?", (group_id, sample_index))
+        return recorded_of(rows[0], str(self._path)) if rows else None
+
     def _trajectory(self, row: sqlite3.Row) -> Trajectory:
         experts = self._experts(row["group_id"], row["sample_index"])
-        return trajectory_of(row, experts, str(self._path))
+        recorded = self._recorded(row["group_id"], row["sample_index"])
+        return trajectory_of(row, str(self._path), experts=experts, recorded=recorded)
 
     def _groups(self, condition: str, parameters: Sequence[Any]) -> list[Group]:
         """Groups with all their trajectories; ``condition`` is a WHERE clause on ``g`` with its ORDER BY."""

@@ -1,4 +1,5 @@
-"""What the store keeps as blobs: trajectories, their routed experts, and the answers that unfinished ones have.
+"""What the store keeps as blobs: trajectories, their routed experts, the learner's own log-probs of them, and the
+answers that unfinished ones have.
 
 Each is a row of a table of its own: columns that queries need, one blob of ``types.codec``, and a CRC-32 of both. So
 are the answers to held-out prompts.
@@ -15,7 +16,7 @@ import numpy as np
 
 from ...rollout.client.protocol import GenerateResult, Span
 from ...run.text import encodable
-from ...types import PolicyVersion, Trajectory
+from ...types import LearnerRecord, PolicyVersion, Trajectory
 from ...types.codec import from_blob, pack_array, pack_trajectories, to_blob, unpack_array, unpack_trajectories
 from .schema import StoreError
 
@@ -66,23 +67,26 @@ def times_of(row: Any) -> EpisodeTimes:
 
 
 def sample_row(trajectory: Trajectory) -> tuple[Any, ...]:
-    """Row of ``samples``; the experts go to a row of their own, since they are forgotten sooner."""
+    """Row of ``samples``; the experts go to a row of their own, since they are forgotten sooner, and the learner's
+    log-probs, since they come later."""
     buffers: list[Any] = []
-    header = pack_trajectories([trajectory], buffers, experts=False)
+    header = pack_trajectories([trajectory], buffers, extras=False)
     columns = (trajectory.group_id, trajectory.sample_index, trajectory.prompt_length, len(trajectory.tokens))
     return _row(columns, to_blob(header, buffers))
 
 
-def trajectory_of(row: Any, experts: np.ndarray | None, where: str) -> Trajectory:
-    """Inverse of ``sample_row``, with the ``experts`` that were kept beside it; StoreError naming the trajectory and
-    ``where`` when a bit has changed."""
+def trajectory_of(
+    row: Any, where: str, *, experts: np.ndarray | None = None, recorded: LearnerRecord | None = None
+) -> Trajectory:
+    """Inverse of ``sample_row``, with the ``experts`` and the ``recorded`` log-probs that were kept beside it;
+    StoreError naming the trajectory and ``where`` when a bit has changed."""
     if not _is_whole(row, ("group_id", "sample_index", "prompt_length", "length")):
         raise StoreError(
             f"trajectory {_uid(row)} in {where} is damaged: its checksum does not match; "
             "restore the file from a copy or start a new run"
         )
     (trajectory,) = unpack_trajectories(*from_blob(row["content"]))
-    return trajectory if experts is None else replace(trajectory, routed_experts=experts)
+    return replace(trajectory, routed_experts=experts, recorded=recorded)
 
 
 def routing_row(trajectory: Trajectory) -> tuple[Any, ...] | None:
@@ -102,6 +106,27 @@ def experts_of(row: Any, where: str) -> np.ndarray:
             "restore the file from a copy or start a new run"
         )
     return unpack_array(*from_blob(row["content"]))
+
+
+def recorded_row(trajectory: Trajectory) -> tuple[Any, ...] | None:
+    """Row of ``recorded``; None where the learner has not scored the trajectory."""
+    if (recorded := trajectory.recorded) is None:
+        return None
+    buffers: list[Any] = []
+    header = [list(recorded.version), pack_array(recorded.logprobs, buffers)]
+    columns = (trajectory.group_id, trajectory.sample_index, recorded.version.number)
+    return _row(columns, to_blob(header, buffers))
+
+
+def recorded_of(row: Any, where: str) -> LearnerRecord:
+    """Inverse of ``recorded_row``; StoreError naming the trajectory and ``where`` when a bit has changed."""
+    if not _is_whole(row, ("group_id", "sample_index", "version")):
+        raise StoreError(
+            f"the learner's log-probs of trajectory {_uid(row)} in {where} are damaged: their checksum does not match; "
+            "restore the file from a copy or start a new run"
+        )
+    (version, logprobs), buffers = from_blob(row["content"])
+    return LearnerRecord(PolicyVersion(*version), unpack_array(logprobs, buffers))
 
 
 def answers_row(group_id: int, sample_index: int, answers: Sequence[Answer]) -> tuple[Any, ...]:
@@ -148,7 +173,7 @@ def heldout_row(version: int, sample: HeldOutSample) -> tuple[Any, ...]:
     if sample.trajectory is None:
         return (*known, None, encodable(sample.reason) or "unknown", None, None)
     buffers: list[Any] = []
-    blob = to_blob(pack_trajectories([sample.trajectory], buffers, experts=False), buffers)
+    blob = to_blob(pack_trajectories([sample.trajectory], buffers, extras=False), buffers)
     return (*known, float(sample.trajectory.reward), "", _checksum((version, sample.position), blob), blob)
 
 

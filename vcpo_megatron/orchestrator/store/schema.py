@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 APPLICATION_ID = 0x5643504F  # "VCPO" in the header of the file: tells it from any other SQLite file
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 #: Seconds for which opening waits for a process that has the file open.
 BUSY_S = 5.0
 #: Times that a store is copied until one copy is of one moment.
@@ -27,6 +27,7 @@ WORKER_ENDED = "environment worker ended: "
 # gives it up when the position is admitted again, or when resuming from a checkpoint undoes the group.
 # ``ended_at`` is the number of steps done when a group ended; for a trained group that is its ``step``.
 # ``routing`` holds the experts of samples whose routing is replayed, until no checkpoint brings them back.
+# ``recorded`` holds what the learner itself, by policy number ``version``, gave the tokens of samples.
 # ``partial_rollouts`` holds what unfinished trajectories had of answers at an orderly stop.
 # ``evaluations`` holds the samples of held-out prompts, by number of the version and place of the prompt; ``content``
 # is the trajectory, until it is pruned.
@@ -62,6 +63,10 @@ CREATE TABLE samples (
     UNIQUE (group_id, sample_index), FOREIGN KEY (group_id, sample_index) REFERENCES trajectories);
 CREATE TABLE routing (
     group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, content BLOB NOT NULL, checksum INTEGER NOT NULL,
+    UNIQUE (group_id, sample_index), FOREIGN KEY (group_id, sample_index) REFERENCES trajectories);
+CREATE TABLE recorded (
+    group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, version INTEGER NOT NULL,
+    content BLOB NOT NULL, checksum INTEGER NOT NULL,
     UNIQUE (group_id, sample_index), FOREIGN KEY (group_id, sample_index) REFERENCES trajectories);
 CREATE TABLE partial_rollouts (
     group_id INTEGER NOT NULL, sample_index INTEGER NOT NULL, newest_version INTEGER NOT NULL,

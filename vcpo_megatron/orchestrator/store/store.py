@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...run.text import encodable
-from ...types import PolicyVersion, Trajectory, TrajectoryResult
+from ...types import Group, PolicyVersion, Trajectory, TrajectoryResult
 from .reader import StoreReader
 from .records import (
     Answer,
@@ -27,6 +27,7 @@ from .records import (
     answers_of,
     answers_row,
     heldout_row,
+    recorded_row,
     routing_row,
     sample_row,
     times_row,
@@ -150,8 +151,9 @@ class RolloutStore(StoreReader):
             if not found.rowcount:
                 raise StoreError(f"{what} came twice, or was never admitted to {self._path}")
             self._insert("samples", sample_row(trajectory))
-            if (routing := routing_row(trajectory)) is not None:
-                self._insert("routing", routing)
+            for table, row in (("routing", routing_row(trajectory)), ("recorded", recorded_row(trajectory))):
+                if row is not None:
+                    self._insert(table, row)
             self._forget_answers(group_id, sample)
             self._totals[ADMITTED] -= 1
             self._totals[SAMPLED] += 1
@@ -160,6 +162,18 @@ class RolloutStore(StoreReader):
                 "(SELECT 1 FROM trajectories WHERE group_id = ? AND state = ?)",
                 (SAMPLED, group_id, group_id, ADMITTED),
             )
+            return True
+
+    def record(self, group: Group) -> bool:
+        """Keep the learner's own log-probs of a group whose trajectories are all in, in the place of earlier ones.
+        False, and nothing changes: it has ended before."""
+        with self.transaction():
+            if self._group(group.group_id)["state"] != SAMPLED:
+                return False
+            self._connection.execute("DELETE FROM recorded WHERE group_id = ?", (group.group_id,))
+            for row in map(recorded_row, group.trajectories):
+                if row is not None:
+                    self._insert("recorded", row)
             return True
 
     def mark_trained(
@@ -262,9 +276,9 @@ class RolloutStore(StoreReader):
         )
 
     def prune_samples(self, before: int) -> int:
-        """Forget tokens and log-probs, those of unfinished answers too, of the groups that were trained or dropped
-        before step ``before``, and of evaluations of versions before it; everything else about them stays, and all of
-        groups that failed. Returns the number of trajectories.
+        """Forget tokens and log-probs, of unfinished answers and the learner's own too, of groups that were trained or
+        dropped before step ``before``, and of evaluations of versions before it; everything else about them stays,
+        and all of groups that failed. Returns the number of trajectories.
 
         The file does not shrink: its pages are used again.
         """
@@ -275,6 +289,7 @@ class RolloutStore(StoreReader):
                 "UPDATE evaluations SET content = NULL, checksum = NULL WHERE version < ? AND content IS NOT NULL",
                 (before,),
             )
+            self._connection.execute(f"DELETE FROM recorded {ended}", (TRAINED, DROPPED, before))
             return self._connection.execute(f"DELETE FROM samples {ended}", (TRAINED, DROPPED, before)).rowcount
 
     def prune_routing(self, before: int) -> int:
@@ -325,7 +340,8 @@ class RolloutStore(StoreReader):
         the buffer, whatever had become of them; with ``keep_partial`` groups that were in flight go on with what
         they have. All others are not part of the run any more: they are dropped('superseded') unless they had ended
         as dropped or failed, and their data positions are requeued, so that each position is trained once along the
-        history that leads to the final weights. Evaluations of versions after ``step`` are forgotten.
+        history that leads to the final weights. Evaluations of versions after ``step`` are forgotten, and so are the
+        log-probs that the learner gave by such a version: the group is scored again.
 
         state: what ``state`` had returned for this checkpoint; checked when given. StoreError when the file is
         older than the checkpoint, or of another run.
@@ -334,6 +350,7 @@ class RolloutStore(StoreReader):
             self.check_belongs(step, state)
             cursors, partial = undo_after(self._connection, step, keep_partial=keep_partial)
             self._connection.execute("DELETE FROM evaluations WHERE version > ?", (step,))
+            self._connection.execute("DELETE FROM recorded WHERE version > ?", (step,))
             self._connection.execute("UPDATE progress SET steps_done = ?", (step,))
             self._totals = self._count()
             requeue = self._rows(
