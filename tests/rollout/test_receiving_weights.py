@@ -131,7 +131,7 @@ def test_a_bucket_that_does_not_fit_changes_nothing(
 
 def test_without_a_session_or_a_group_it_is_refused_before_anything_is_received(use: Callable[..., Any]) -> None:
     async def scenario(client: ServerClient) -> None:
-        with pytest.raises(ServerError, match="begin_weight_update first"):
+        with pytest.raises(ServerError, match="/begin_weight_update"):
             await client.update_weights_from_distributed([["a", "float32", [1]]], "nobody", "1")
         await client.begin_weight_update()
         with pytest.raises(ServerError, match="group nobody does not exist"):

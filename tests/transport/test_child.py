@@ -192,7 +192,7 @@ def test_stop_ends_the_whole_group_and_returns_the_exit_code(
         ("vcpo: error: of the attempt before\nvcpo: started 2026-01-01 00:00:00 python\n", None),
         ("vcpo: error: before\nvcpo: started 2026-01-01 00:00:00 python\nKeyError: 'here'\n", "KeyError: 'here'"),
         ("vcpo: error: early\n" + "noise\n" * 2000, "early"),
-        ("EOFError: " + "x" * 2000, "EOFError: ..."),
+        ("EOFError: " + "x" * 2000, "EOFError: " + "x" * 986 + " ..."),
         ("EOFError:" + "x" * 2000, "EOFError:" + "x" * 987 + " ..."),
         ("vcpo: error: " + "word " * 300, "word " * 199 + "..."),  # 998 characters, and no half of a word
     ],

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,8 +34,13 @@ def taken(state: EssState, bounds: StepBounds, norm: float) -> EssState:
     return state.taken(0.5, state_of((1.0, 0.0)), AlgorithmConfig(), bounds, norm)
 
 
-def test_the_entropy_of_the_behaviour_is_of_a_whole_answer() -> None:
+def test_the_entropy_of_the_behaviour_is_of_a_whole_answer_and_of_sampled_tokens_alone() -> None:
     assert behavior_entropy(BATCH) == 2.5
+    masked = [
+        dataclasses.replace(t, behavior_logprobs=np.where(t.loss_mask, t.behavior_logprobs, -9).astype(np.float32))
+        for t in BATCH.groups[0].trajectories
+    ]
+    assert behavior_entropy(Batch(0, (Group(0, "p", tuple(masked)),))) == 2.5
 
 
 def test_the_papers_method_has_no_bound_and_remembers_none() -> None:

@@ -114,9 +114,8 @@ class StepBounds:
     @property
     def metrics(self) -> dict[str, float]:
         """Of the bounds that are on; no norm where nothing limits it yet."""
-        found: dict[str, float] = {}
-        if self.largest_norm is not None and math.isfinite(self.largest_norm):
-            found["bound/grad_norm"] = self.largest_norm
+        largest = math.inf if self.largest_norm is None else self.largest_norm
+        found = {"bound/grad_norm": largest} if largest < math.inf else {}
         if self.state is not None:
             found |= {"bound/lr_scale": self.state.scale, "bound/kl": self.kl, "bound/entropy": self.entropy}
         return found
