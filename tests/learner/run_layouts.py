@@ -175,12 +175,16 @@ def _continue(config: RunConfig, batches: list[Batch], run_dir: str, *, resume: 
 def bytes_held(cases: list[tuple[RunConfig, list[Batch]]]) -> list[tuple[int, int]]:
     """For each case: this rank's parameters, and the bytes of the tensors it has between two steps."""
     platform.prepare()
+    from vcpo_megatron.algorithm import noise
     from vcpo_megatron.learner.megatron.parallel import initialize
     from vcpo_megatron.learner.megatron.training import build_trainable
     from vcpo_megatron.learner.step.vcpo_step import VcpoStep
 
     found = []
     for config, batches in cases:
+        for batch in batches:
+            # kept for the process, not for a model
+            noise._normal_numbers(sum(len(group.trajectories) for group in batch.groups))
         before = _storages()  # held, so that none of their addresses is used again
         parallel = initialize(config)
         trainable = build_trainable(config, parallel, load=True)
