@@ -113,3 +113,9 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
 
 def without_times(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+
+
+def without_what_a_crash_changes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without times and without counts of samples: what was lost with a crash was sampled twice."""
+    counted = {"rollouts/generated", "rollouts/dropped"}
+    return [{key: value for key, value in row.items() if key not in counted} for row in without_times(rows)]
